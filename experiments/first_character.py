@@ -1,11 +1,12 @@
-"""Do a numeral's first character, and whether the text has it already, say which candidate is the number
+"""Do a numeral's characters, its length, and whether the text has it already, say which candidate is the number
 (`heads.candidates`)?
 
 python -m experiments.first_character --base bases/smollm2-135m --data train.jsonl
 
 GSM8K's answers without calculator marks, digits in view, the frozen base. Scores are fitted by ridge regression to the
 numbers of three quarters of the problems. On the others: how often the likeliest candidate is the number, if shares are
-added of the base's own rows of the first characters, and of ridge regressions to "it is in the text already".
+added of the base's own rows of the first characters, and of ridge regressions to "it is in the text already" and to the
+numeral's first two characters and its length.
 """
 
 from __future__ import annotations
@@ -21,16 +22,20 @@ import typer
 from torch import Tensor
 
 from cqwen_dist.config.reading import given_config
-from cqwen_dist.config.shape import AGAIN
+from cqwen_dist.config.shape import FORMS
 from cqwen_dist.console import quiet_libraries
-from cqwen_dist.heads.candidates import again, equal
-from cqwen_dist.heads.numerals import characters
+from cqwen_dist.heads.candidates import equal, forms_of
 from cqwen_dist.model.ridge import fold_of_row, ridges_by_leave_one_out
 from cqwen_dist.parallel.groups import ALONE
 from cqwen_dist.parallel.runtime import distributed
 from cqwen_dist.training.assembly import build_run, groups_of
 
-SHARES = ((0.0, 0.0), (0.1, 0.0), (0.25, 0.0), (0.5, 0.0), (1.0, 0.0), (0.25, 0.25), (0.25, 0.5), (0.25, 0.75))
+# Of the first characters' rows, of "already", and of the first two and the length
+SHARES = (
+    *((share, 0.0, 0.0) for share in (0.0, 0.1, 0.25, 0.5, 1.0)),
+    *((0.25, share, 0.0) for share in (0.25, 0.5, 0.75)),
+    *((0.25, 0.5, share) for share in (0.1, 0.25, 0.5, 1.0)),
+)
 LEFT_OUT = 6  # folds from here on are judged
 
 
@@ -53,7 +58,8 @@ def config_of(base: str, data: Path, folder: Path) -> Any:
 
 @torch.no_grad()
 def read(config: Any, numbers: int) -> tuple[Tensor, ...]:
-    """z [N,H], candidates [N,J], values [N] and folds [N] of some N numbers; the rows of characters [12,H]."""
+    """z [N,H], candidates [N,J], values [N], targets of the fits and folds [N] of some N numbers; the characters' rows
+    [12,H]."""
     with distributed() as runtime:
         run = build_run(config, runtime, groups_of(config, runtime))
         action, parts = run.model.action, []
@@ -61,25 +67,28 @@ def read(config: Any, numbers: int) -> tuple[Tensor, ...]:
         for batch in next(iter(run.calibration_loader(0, numbers))):
             at = batch.numeric_mask.flatten().nonzero()[:, 0]
             folds = fold_of_row(batch, ALONE).repeat_interleave(batch.labels.shape[1])[at]
-            held = head.candidates(head.memory_at(batch, at))
-            parts.append((run.forward(batch, at), held, batch.numeric_labels.flatten()[at], folds))
-        z, held, values, folds = (torch.cat(column) for column in zip(*parts, strict=True))
-        return z.double(), held, values, folds, action.cls_weight[list(run.words.digit_rows)].double()
+            memory, values = head.memory_at(batch, at), batch.numeric_labels.flatten()[at]
+            found = head.candidates(memory), values, head.score_targets(values, memory), folds
+            parts.append((run.forward(batch, at).double(), *found))
+        together = (torch.cat(column) for column in zip(*parts, strict=True))
+        return *together, action.cls_weight[list(run.words.digit_rows)].double()
 
 
-def shares(z: Tensor, held: Tensor, values: Tensor, folds: Tensor, rows: Tensor) -> dict[tuple[float, float], float]:
+def shares(
+    z: Tensor, held: Tensor, values: Tensor, targets: Tensor, folds: Tensor, rows: Tensor
+) -> dict[tuple[float, float, float], float]:
     """How often the likeliest candidate is right on the problems left out, by `SHARES`."""
-    known, right, k = folds < LEFT_OUT, equal(held, values), again(held)
-    of_k = torch.stack([(right & (k == each)).any(1) for each in range(AGAIN)], 1)
-    targets = torch.cat([right, of_k], 1)[known].double() * 2 - 1
-    found, _ = ridges_by_leave_one_out(z[known], targets)
-    scores = z @ found.T + targets.mean(0) - found @ z[known].mean(0)
-    first = characters(held, 1)[..., 0]
-    of_first = (z @ (rows - rows.mean(0)).T).gather(1, first.clamp(min=0)).masked_fill(first < 0, 0.0)
-    of_again = scores[:, -AGAIN:].gather(1, k)
+    known, right = folds < LEFT_OUT, equal(held, values)
+    found, _ = ridges_by_leave_one_out(z[known], targets[known])
+    scores = z @ found.T + targets[known].mean(0) - found @ z[known].mean(0)
+    own, told = scores[:, : held.shape[1]], scores[:, held.shape[1] :]
+    told[:, FORMS["again"] : FORMS["again"] + FORMS["first"]] = z @ (rows - rows.mean(0)).T
+    of_again, of_first, *of_shape = (
+        torch.nn.functional.pad(told, (0, 1)).gather(1, form) for form in forms_of(held).unbind(-1)
+    )
     out = {}
     for share in SHARES:
-        all_of_it = scores[:, :-AGAIN] + share[0] * of_first + share[1] * of_again
+        all_of_it = own + share[0] * of_first + share[1] * of_again + share[2] * sum(of_shape)
         best = all_of_it.masked_fill(held.isnan(), -torch.inf).argmax(1)
         out[share] = float(right.gather(1, best[:, None])[~known].double().mean())
     return out
@@ -94,9 +103,12 @@ def main(
     quiet_libraries()
     with TemporaryDirectory() as folder:
         found = read(config_of(base, data, Path(folder)), numbers)
-    for (of_first, of_again), right in shares(*found).items():
-        count = int((found[3] >= LEFT_OUT).sum())
-        typer.echo(f"{of_first:g} of the characters, {of_again:g} of what was used: {right:.1%} of {count} numbers")
+    count = int((found[4] >= LEFT_OUT).sum())
+    for (of_first, of_again, of_shape), right in shares(*found).items():
+        typer.echo(
+            f"{of_first:g} of the characters, {of_again:g} of what was used, {of_shape:g} of two and the length: "
+            f"{right:.1%} of {count} numbers"
+        )
 
 
 if __name__ == "__main__":

@@ -50,12 +50,11 @@ class ModelConfig(Section):
     Fourier features of the numbers so far, each identified by the words before it on its line, which affect the next
     number jointly and smoothly. [262144, 6144] suits tables with some thousand rows. A third entry, such as 4, also has
     the base's states at that many depths and their means over the text, which help with free text."""
-    candidates: Literal["none", "copies", "arithmetic"] | None = None
-    """Exact values that a number may have, each with a one-vs-rest probability. copies: the last 24 numbers of the
-    text. arithmetic, for worked solutions: also the value of the expression just written, operations on the last two
-    numbers, and the commonest numbers of the data. The likeliest is written if its P exceeds a bar that held-out
-    numbers set, so where candidates help no number none is written. Default: arithmetic with start: calibrated, a named
-    base and no target_field, else none."""
+    candidates: Literal["none", "arithmetic"] | None = None
+    """Exact values that a number may have, each with a one-vs-rest probability. arithmetic: the last 24 numbers of the
+    text, the value of the expression just written, operations on the last two numbers, and the commonest numbers of the
+    data. The likeliest is written if its P exceeds a bar that held-out numbers set, so where candidates help no number
+    none is written. Default: arithmetic with start: calibrated, a named base and no target_field, else none."""
     abduction: Literal["linear"] | Own = "linear"
     """Network from features to U; or your class as package.module:Name (docs/training.md)."""
     number_head: Literal["cauchy", "laplace", "student", "auto"] | Own | None = None

@@ -1,8 +1,7 @@
 """Config keys that determine a model's shape, listed once for code that builds, compares and counts models."""
 
-NONE, COPIES, ARITHMETIC = "none", "copies", "arithmetic"  # model.candidates
+NONE, ARITHMETIC = "none", "arithmetic"  # model.candidates
 PLACES, COMPUTED, CONSTANTS = 24, 8, 48  # candidates by kind (`heads.candidates`)
-CANDIDATES = {NONE: 0, COPIES: PLACES, ARITHMETIC: PLACES + COMPUTED + CONSTANTS}
 
 SIGNS = "+-*/()=%"  # of arithmetic
 A_TOKEN = 2  # signs of a token at most, such as ")="; another token ends an expression
@@ -27,6 +26,7 @@ SHAPE_KEYS = {
 
 def number_parameters(candidates: str, words: int, size: int) -> int:
     """Parameters of the number head, if C_w = words and C = size: W_reg and b_reg; a row, a bias and a noise for each
-    candidate; with arithmetic a row and a bias for each of `FORMS`."""
-    found = size + 1 + CANDIDATES[candidates] * (words + 2)
-    return found + (sum(FORMS.values()) * (words + 1) if candidates == ARITHMETIC else 0)
+    candidate; a row and a bias for each of `FORMS`."""
+    if candidates == NONE:
+        return size + 1
+    return size + 1 + (PLACES + COMPUTED + CONSTANTS) * (words + 2) + sum(FORMS.values()) * (words + 1)

@@ -1,14 +1,12 @@
-"""Exact values that the next number may have, each with a one-vs-rest score (`model.candidates`).
+"""Exact values that the next number may have, each with a one-vs-rest score (`model.candidates`): the last `PLACES`
+numbers of the text, the value of the expression that it has just written (`heads.expression`), operations on the last
+two numbers, and the commonest numbers of the training data.
 
-copies       the last `PLACES` numbers of the text
-arithmetic   also the value of the expression that the text has just written (`heads.expression`), operations on the
-             last two numbers, and the commonest numbers of the training data
-
-S_j is linear in U's word part, plus an independent Cauchy with scale |c_j|. With arithmetic its row is w_j plus a row
-for each of the candidate's `FORMS`: the first character of its numeral, the first two, its length (a base that sees
-digits knows how the number will look, and so which of the earlier ones is meant), and whether the text has the value
-already (`again`), as a number that was used is rarely used again. P_j = P(S_j > 0). All candidates that equal the
-number are right. The likeliest is written if its P exceeds a bar that held-out numbers set (`best_bar`).
+S_j is linear in U's word part, plus an independent Cauchy with scale |c_j|. Its row is w_j plus a row for each of the
+candidate's `FORMS`: the first character of its numeral, the first two, and its length, as a base that sees digits knows
+how the number will look; and whether the text has the value already (`again`), as a number that was used is rarely used
+again. P_j = P(S_j > 0). All candidates that equal the number are right. The likeliest is written if its P exceeds a bar
+that held-out numbers set (`best_bar`).
 
 Letters as in `heads.number_head`, and J candidates.
 """
@@ -25,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.config.shape import ARITHMETIC, CHARACTERS, CONSTANTS, FORMS, PLACES
+from cqwen_dist.config.shape import CHARACTERS, CONSTANTS, FORMS, PLACES
 from cqwen_dist.heads.expression import OTHER, STATE, VALUE, read_tokens, states_at, symbol_table
 from cqwen_dist.heads.number_head import Decision, NumberHead, NumberLabels, decision_strength, one_against_the_rest
 from cqwen_dist.heads.numerals import characters
@@ -58,11 +56,8 @@ class WithCandidates(NumberHead):
 
     def __init__(self, inner: NumberHead, net: Any, config: Any) -> None:
         self.inner, self.net, self.config = inner, net, config
-        self.computes = config.candidates == ARITHMETIC
-        self.names, self.memory_size = list(OF_PLACES), PLACES
-        if self.computes:
-            self.names += [EXPRESSION, *OPERATIONS, *["a common number"] * CONSTANTS]
-            self.memory_size += STATE
+        self.names = [*OF_PLACES, EXPRESSION, *OPERATIONS, *["a common number"] * CONSTANTS]
+        self.memory_size = PLACES + STATE
         self._on_device: dict[torch.device, tuple[object, list[Tensor]]] = {}
 
     def add_scores(self) -> None:
@@ -70,9 +65,8 @@ class WithCandidates(NumberHead):
         net.candidate_weight = nn.Parameter(torch.zeros(count, net.word_size))
         net.candidate_bias = nn.Parameter(torch.full((count,), -1.0))  # until the start is fitted: none is likely
         net.candidate_noise = nn.Parameter(torch.full((count,), NOISE))
-        if self.computes:
-            net.candidate_forms = nn.Parameter(torch.zeros(sum(FORMS.values()), net.word_size))
-            net.candidate_form_bias = nn.Parameter(torch.zeros(sum(FORMS.values())))
+        net.candidate_forms = nn.Parameter(torch.zeros(sum(FORMS.values()), net.word_size))
+        net.candidate_form_bias = nn.Parameter(torch.zeros(sum(FORMS.values())))
 
     def value(self, u_prime: Cauchy) -> Cauchy:
         return self.inner.value(u_prime)
@@ -80,18 +74,15 @@ class WithCandidates(NumberHead):
     def scores(self, u_prime: Cauchy, values: Tensor) -> Cauchy:
         """S_j [...,J] of the candidates' values [...,J]."""
         net, u = self.net, self.net.word_part(u_prime)
-        scores = u.affine(net.candidate_weight, net.candidate_bias)
-        if self.computes:
-            forms, table = forms_of(values), F.pad(net.candidate_forms, (0, 0, 0, 1))  # no form: a row of zeros
-            told = F.pad(F.linear(u.loc, net.candidate_forms, net.candidate_form_bias), (0, 1))
-            loc = scores.loc + sum(told.gather(-1, form) for form in forms.unbind(-1))
-            scores = Cauchy(loc, _scales(u.scale, forms, net.candidate_weight, table))
-        return Cauchy(scores.loc, scores.scale + net.candidate_noise.abs())
+        forms, table = forms_of(values), F.pad(net.candidate_forms, (0, 0, 0, 1))  # no form: a row of zeros
+        told = F.pad(F.linear(u.loc, net.candidate_forms, net.candidate_form_bias), (0, 1))
+        loc = F.linear(u.loc, net.candidate_weight, net.candidate_bias)
+        for form in forms.unbind(-1):
+            loc = loc + told.gather(-1, form)
+        return Cauchy(loc, _scales(u.scale, forms, net.candidate_weight, table) + net.candidate_noise.abs())
 
     def candidates(self, memory: Tensor) -> Tensor:
         """The values [...,J] float64 of a memory [...,K]; NaN where there is none."""
-        if not self.computes:
-            return memory
         y, x = memory[..., 0], memory[..., 1]
         computed = [memory[..., PLACES + VALUE], x + y, x - y, x * y, x / y, x * y / 100, y - x, y / x]
         _, constants, tens = self._tables(memory.device)
@@ -102,8 +93,7 @@ class WithCandidates(NumberHead):
     def decide(self, u_prime: Cauchy, memory: Tensor, bar: float = 0.5) -> Decision:
         own, values = self.inner.decide(u_prime, memory), self.candidates(memory.to(u_prime.loc.device))
         strength, sure = decision_strength(self.scores(u_prime, values)), torch.zeros_like(values, dtype=torch.bool)
-        if self.computes:  # behind an expression that has a value this is written
-            sure[..., PLACES] = ~values[..., PLACES].isnan()
+        sure[..., PLACES] = ~values[..., PLACES].isnan()  # behind an expression that has a value this is written
         shut = values.isnan() | (sure.any(-1, keepdim=True) & ~sure)
         best = strength.masked_fill(shut, -torch.inf).max(-1)
         value = values.gather(-1, best.indices.unsqueeze(-1))[..., 0]
@@ -115,8 +105,8 @@ class WithCandidates(NumberHead):
     # ---------------------------------------------------------------------------------------------- memory
 
     def memory(self, ids: Tensor, is_number: Tensor, values: Tensor, positions: Tensor, at: Tensor) -> Tensor:
-        """The last numbers up to and including each token, latest first; NaN if there are fewer. With arithmetic, also
-        the state of the expression's reader."""
+        """The last numbers up to and including each token, latest first; NaN if there are fewer. Then the state of the
+        expression's reader."""
         if not len(at):
             return values.new_zeros(0, self.memory_size)
         back = torch.arange(PLACES, device=values.device)
@@ -127,18 +117,14 @@ class WithCandidates(NumberHead):
         rank = number.long().cumsum(0)[at].unsqueeze(-1) - 1 - back
         listed = values.flatten().gather(0, number.long().argsort(descending=True, stable=True))
         places = listed[rank.clamp(min=0)].masked_fill(~known, torch.nan)
-        if not self.computes:
-            return places
         symbols = self._symbols(ids, is_number)
         return torch.cat([places, states_at(symbols, values, positions, at)], -1)
 
     def remember(self, memory: Tensor, ids: Tensor, value: Tensor, is_number: Tensor) -> None:
         places = memory[:, :PLACES]
         latest = torch.cat([value[:, None], places[:, :-1]], 1).where(is_number[:, None], places)
-        if self.computes:
-            state = read_tokens(memory[:, PLACES:], self._symbols(ids, is_number), value)
-            latest = torch.cat([latest, state], 1)
-        memory.copy_(latest)
+        state = read_tokens(memory[:, PLACES:], self._symbols(ids, is_number), value)
+        memory.copy_(torch.cat([latest, state], 1))
 
     def _symbols(self, ids: Tensor, is_number: Tensor) -> Tensor:
         """[...,A_TOKEN] int8. A <NUM> that padding has covered is no number."""
@@ -183,32 +169,28 @@ class WithCandidates(NumberHead):
         self.inner.start(coefficients, intercept)
 
     def score_targets(self, values: Tensor, memory: Tensor) -> Tensor:
-        """1 if the value equals the candidate, otherwise -1; with arithmetic, also for each of `FORMS`: of a candidate
+        """1 if the value equals the candidate, otherwise -1; then for each of `FORMS`: if it is the form of a candidate
         that the value equals, or of the value itself."""
         held = self.candidates(memory)
         right = equal(held, values)
-        if self.computes:
-            of_k = F.one_hot(again(held), FORMS["again"]).bool() & right.unsqueeze(-1)
-            of_value = forms_of(values.unsqueeze(-1).expand_as(held))[:, 0, 1:]
-            shown = F.one_hot(of_value, sum(FORMS.values()) + 1).sum(1)[:, FORMS["again"] : -1].bool()
-            right = torch.cat([right, of_k.any(1), shown], 1)
-        return right.double() * 2 - 1
+        of_k = F.one_hot(again(held), FORMS["again"]).bool() & right.unsqueeze(-1)
+        of_value = forms_of(values.unsqueeze(-1).expand_as(held))[:, 0, 1:]
+        shown = F.one_hot(of_value, sum(FORMS.values()) + 1).sum(1)[:, FORMS["again"] : -1].bool()
+        return torch.cat([right, of_k.any(1), shown], 1).double() * 2 - 1
 
     @torch.no_grad()
     def start_scores(self, weight: Tensor, bias: Tensor) -> None:
         net, count = self.net, len(self.names)
+        shares = torch.cat([weight.new_full((size,), OF_FORMS[name]) for name, size in FORMS.items()])
         net.candidate_weight.copy_(weight[:count])
         net.candidate_bias.copy_(bias[:count])
-        if self.computes:
-            shares = torch.cat([weight.new_full((size,), OF_FORMS[name]) for name, size in FORMS.items()])
-            net.candidate_forms.copy_(shares.unsqueeze(-1) * weight[count:])
-            net.candidate_form_bias.copy_(shares * bias[count:])
+        net.candidate_forms.copy_(shares.unsqueeze(-1) * weight[count:])
+        net.candidate_form_bias.copy_(shares * bias[count:])
 
     @torch.no_grad()
     def start_characters(self, rows: Tensor) -> None:
-        if self.computes:
-            first = FORMS["again"]
-            self.net.candidate_forms[first : first + FORMS["first"]] = LINK * (rows - rows.mean(0))
+        first = FORMS["again"]
+        self.net.candidate_forms[first : first + FORMS["first"]] = LINK * (rows - rows.mean(0))
 
 
 def _scales(u_scale: Tensor, forms: Tensor, weight: Tensor, table: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def _judged(rows: int, test_rows: int) -> tuple[torch.Tensor, int, dict[str, flo
     """A start on this rank's share, evaluated: (weights of the scores, numbers behind the intervals, metrics)."""
     rank, world, groups = dist.get_rank(), dist.get_world_size(), build_groups(1)
     target = {"name": "standardise", "median": 5000.0, "scale": 2500.0}
-    model = tiny_model(start="calibrated", number_dims=2, candidates="copies", target=target)
+    model = tiny_model(start="calibrated", number_dims=2, candidates="arithmetic", target=target)
     learnt, judged = lines(rows), lines(test_rows, seed=3)
 
     def batches(texts, size):
@@ -61,14 +61,14 @@ def test_last_numbers_equal_a_plain_loop():
     begins[:, 0] = True
     at = torch.arange(40).expand(5, 40)
     positions = at - torch.where(begins, at, 0).cummax(1).values
-    head = tiny_model(candidates="copies").action.number_head
-    found = head.memory(at, is_number, values, positions, torch.arange(200)).view(5, 40, PLACES)
+    head = tiny_model(candidates="arithmetic").action.number_head
+    found = head.memory(at, is_number, values, positions, torch.arange(200))[:, :PLACES].view(5, 40, PLACES)
     for row in range(5):
         for place in range(40):
             start = place - int(positions[row, place])
             own = [float(values[row, i]) for i in range(place, start - 1, -1) if is_number[row, i]][:PLACES]
             assert [v for v in found[row, place].tolist() if not math.isnan(v)] == own
-    assert head.memory(at, is_number, values, positions, torch.arange(0)).shape == (0, PLACES)
+    assert head.memory(at, is_number, values, positions, torch.arange(0)).shape == (0, head.memory_size)
 
 
 SYMBOLS = {sign: [i + 1] for i, sign in enumerate(SIGNS)} | {"": [11], ")=": [12]}
@@ -169,29 +169,24 @@ def test_the_bar_is_where_the_sum_of_the_gains_is_largest():
     assert best_bar(np.zeros(0), np.zeros(0)) == 0.5
 
 
-@pytest.mark.parametrize(("kind", "softmax"), [("copies", 0.0), ("arithmetic", 0.0), ("arithmetic", 3.0)])
-def test_the_loss_is_one_vs_rest_over_the_candidates_there_are(kind, softmax):
+@pytest.mark.parametrize("softmax", [0.0, 3.0])
+def test_the_loss_is_one_vs_rest_over_the_candidates_there_are(softmax):
     """Against arctangents in float64, and its gradient by finite differences (1e-6: central, step 1e-5)."""
     terms = {"softmax_weight": softmax}
-    action = tiny_model(number_dims=2, candidates=kind, word_terms=terms).double().action
+    action = tiny_model(number_dims=2, candidates="arithmetic", word_terms=terms).double().action
     parameters = [action.candidate_weight, action.candidate_bias, action.candidate_noise]
-    rows = action.candidate_weight.data.normal_(generator=torch.Generator().manual_seed(0))
-    count = sum(FORMS.values())
-    of_forms, shift = torch.zeros(count, rows.shape[1]).double(), torch.zeros(count).double()
-    if kind == "arithmetic":
-        parameters += [action.candidate_forms, action.candidate_form_bias]
-        of_forms, shift = (each.data for each in parameters[-2:])
-        for seed, each in enumerate((of_forms, shift), 2):
-            each.normal_(generator=torch.Generator().manual_seed(seed))
+    parameters += [action.candidate_forms, action.candidate_form_bias]
+    rows, _, _, of_forms, shift = (each.data for each in parameters)
+    for seed, each in enumerate((of_forms, shift), 2):
+        each.normal_(generator=torch.Generator().manual_seed(seed))
+    rows.normal_(generator=torch.Generator().manual_seed(0))
     u = Cauchy(*torch.rand(2, 3, action.b_noise.numel(), generator=torch.Generator().manual_seed(1)).double())
-    some = torch.tensor([[4.0, 6.0], [6.0 + 1e-12, math.nan], [4.0, 4.0]]).double()
-    candidates = torch.nn.functional.pad(some, (0, len(rows) - 2), value=math.nan)
-    if kind == "arithmetic":
-        candidates[0, [2, PLACES, -1]] = torch.tensor([4.0, 4.0, 7.0]).double()  # two places, and what none has
+    candidates = torch.full((2, len(rows)), math.nan).double()
+    candidates[0, [0, 1, 2, PLACES, -1]] = torch.tensor([4.0, 6.0, 4.0, 4.0, 7.0]).double()
+    candidates[1, 0] = 6.0
     is_number = torch.tensor([True, True, False])
-    raw = torch.tensor([6.0, 6.0, 4.0]).double()
-    own, at = NumberLabels(raw, is_number), torch.tensor([0, 1])
-    labels = CandidateLabels(raw, is_number, own, at, candidates[at], raw[at])
+    raw, at = torch.tensor([6.0, 6.0 + 1e-12, 4.0]).double(), torch.tensor([0, 1])
+    labels = CandidateLabels(raw, is_number, NumberLabels(raw, is_number), at, candidates, raw[at])
 
     def p(i: int, j: int, digit: int, k: int) -> torch.Tensor:
         two, length = 4 + 12 + 13 * digit + 12, 4 + 12 + 11 * 13  # one digit, and so none behind it
@@ -201,13 +196,12 @@ def test_the_loss_is_one_vs_rest_over_the_candidates_there_are(kind, softmax):
         scale = u.scale[i, :words] @ row.abs() + action.candidate_noise[j].abs()
         return 0.5 + ((u.loc[i, :words] @ row + bias) / scale).atan() / math.pi
 
-    expected = -((1 - p(0, 0, 4, int(kind == "arithmetic"))).log() + p(0, 1, 6, 0).log() + p(1, 0, 6, 0).log())
-    if kind == "arithmetic":
-        wrong = p(0, 2, 4, 1), p(0, PLACES, 4, 3), p(0, len(rows) - 1, 7, 2)
-        expected -= sum((1 - each).log() for each in wrong)
-        # The one that is right among all five; in the second text nothing else is there
-        right, *others = (torch.tan(math.pi * (each - 0.5)).exp() for each in (p(0, 1, 6, 0), p(0, 0, 4, 1), *wrong))
-        expected -= softmax * (right / (right + sum(others))).log()
+    # Two places and an operation have the value 4, and no place the constant 7
+    wrong = p(0, 0, 4, 1), p(0, 2, 4, 1), p(0, PLACES, 4, 3), p(0, len(rows) - 1, 7, 2)
+    expected = -(sum((1 - each).log() for each in wrong) + p(0, 1, 6, 0).log() + p(1, 0, 6, 0).log())
+    # The one that is right among all five; in the second text nothing else is there
+    right, *others = (torch.tan(math.pi * (each - 0.5)).exp() for each in (p(0, 1, 6, 0), *wrong))
+    expected -= softmax * (right / (right + sum(others))).log()
     found = action.number_head.loss(u, labels)[1]
     assert float(found) == pytest.approx(float(expected), rel=1e-9)
 
@@ -289,7 +283,7 @@ def test_the_calibrated_start_learns_which_number_it_is_on_any_number_of_ranks()
 
 
 def test_an_exact_number_is_written_digit_by_digit():
-    model = tiny_causal_lm(number_dims=2, candidates="copies")
+    model = tiny_causal_lm(number_dims=2, candidates="arithmetic")
     action = model.model.action
     action.cls_bias.data[NUM] += 50.0  # every token is a number
     action.candidate_bias.data.fill_(-5.0)
@@ -324,7 +318,7 @@ def test_behind_an_expression_its_value_is_written():
 
 
 def test_rows_of_a_batch_copy_their_own_numbers():
-    model = tiny_causal_lm(number_dims=2, candidates="copies")
+    model = tiny_causal_lm(number_dims=2, candidates="arithmetic")
     model.model.action.candidate_weight.data.normal_(generator=torch.Generator().manual_seed(0))
     model.model.action.candidate_bias.data.fill_(0.5)
     model.model.action.cls_bias.data[NUM] += 50.0
@@ -343,7 +337,7 @@ def test_rows_of_a_batch_copy_their_own_numbers():
 
 
 def test_hugging_face_labels_give_the_trainers_loss_of_candidates():
-    model = tiny_causal_lm(number_dims=2, candidates="copies")
+    model = tiny_causal_lm(number_dims=2, candidates="arithmetic")
     batch = random_batch()
     ids, values = batch.input_ids, batch.numeric_values
     out = model(ids, values, batch.attention_mask, labels=ids)

@@ -84,7 +84,7 @@ def test_the_calibrated_start_gives_y_the_chosen_law_and_its_scale():
 
 
 @pytest.mark.parametrize("law", ["laplace", "student-4"])
-@pytest.mark.parametrize("kind", [{}, {"candidates": "copies"}])
+@pytest.mark.parametrize("kind", [{}, {"candidates": "arithmetic"}])
 def test_the_loss_is_minus_the_laws_log_density(law, kind):
     model = tiny_model(start="calibrated", number_dims=8, target={**TARGET, "law": law}, **kind).requires_grad_(False)
     head, batch = model.action.number_head, random_batch()

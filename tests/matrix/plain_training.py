@@ -4,6 +4,7 @@ Nothing of `parallel/` or `train/` is used here: groups, learning rates and what
 """
 
 import math
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,8 @@ from support.tiny import NUM, VOCAB, random_batch, tiny_model
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.config.shape import PLACES
+from cqwen_dist.config.shape import CHARACTERS, PLACES
+from cqwen_dist.data.write_numbers import in_decimals
 from cqwen_dist.heads.seed_losses import CausalQwenLoss
 from cqwen_dist.model import CausalQwenModel
 
@@ -58,7 +60,7 @@ def join(batches: list[Batch]) -> Batch:
 def fresh_model(kind: str, **shape: Any) -> CausalQwenModel:
     """The model at its start; `shape` may hold the range of rows."""
     lora = LORA if kind == "heads+lora" else None
-    more = {"wide": 64, "candidates": "copies"} if lora else {}
+    more = {"wide": 64, "candidates": "arithmetic"} if lora else {}
     return with_tables(tiny_model(number_dims=2, lora=lora, scalar_threshold="scalar C" in kind, **more, **shape))
 
 
@@ -79,17 +81,44 @@ def group_of(name: str) -> str | None:
     return None if frozen else "heads"
 
 
-def copy_loss(model: CausalQwenModel, batch: Batch) -> Tensor:
-    """The cross entropies of `model.candidates: copies`, place by place."""
+def candidates_of(batch: Batch, row: int, place: int) -> dict[int, float]:
+    """The values of `model.candidates: arithmetic` by their number, where no token is a sign and no number common."""
+    read = [float(batch.numeric_values[row, i]) for i in range(place, -1, -1) if batch.input_ids[row, i] == NUM]
+    found = dict(enumerate(read[:PLACES]))
+    if len(read) > 1:
+        y, x = read[:2]
+        with suppress(ZeroDivisionError):
+            found[PLACES + 4] = x / y
+        with suppress(ZeroDivisionError):
+            found[PLACES + 7] = y / x
+        for j, value in ((1, x + y), (2, x - y), (3, x * y), (5, x * y / 100), (6, y - x)):
+            found[PLACES + j] = value
+    return {j: float(f"{value:.12g}") if j >= PLACES else value for j, value in found.items()}
+
+
+def forms(candidates: dict[int, float], j: int) -> list[int]:
+    """The rows of candidate j beside its own: again, first character, first two, length."""
+    others = sum(candidates[i] == candidates[j] for i in candidates if i < PLACES and i != j)
+    numeral = [CHARACTERS.index(character) for character in in_decimals(candidates[j])]
+    first, second = (*numeral, 12)[:2]
+    length = min(len(numeral), 7)
+    return [2 * (j >= PLACES) + (others > 0), 4 + first, 16 + 13 * first + second, 159 + length - 1]
+
+
+def candidate_loss(model: CausalQwenModel, batch: Batch) -> Tensor:
+    """The cross entropies of `model.candidates: arithmetic`, one by one."""
     action, u = model.action, model.infer(batch.input_ids, batch.numeric_values, batch.attention_mask)
-    weight, (loc, scale), total = action.candidate_weight, action.word_part(action.add_noise(u)), u.loc.new_zeros(())
-    scale = scale @ weight.abs().T + action.candidate_noise.abs()
-    p = 0.5 + ((loc @ weight.T + action.candidate_bias) / scale).atan() / math.pi
+    (loc, scale), total = action.word_part(action.add_noise(u)), u.loc.new_zeros(())
     for row, place in batch.numeric_mask.nonzero().tolist():
-        earlier = [i for i in range(place, -1, -1) if batch.input_ids[row, i] == NUM]
-        for j, i in enumerate(earlier[:PLACES]):
-            equal = batch.numeric_values[row, i] == batch.numeric_labels[row, place]
-            total = total - (p[row, place, j] if equal else 1 - p[row, place, j]).log()
+        candidates, label = candidates_of(batch, row, place), float(batch.numeric_labels[row, place])
+        for j, value in candidates.items():
+            of = forms(candidates, j)
+            weight = action.candidate_weight[j] + action.candidate_forms[of].sum(0)
+            bias = action.candidate_bias[j] + action.candidate_form_bias[of].sum()
+            spread = scale[row, place] @ weight.abs() + action.candidate_noise[j].abs()
+            p = 0.5 + ((loc[row, place] @ weight + bias) / spread).atan() / math.pi
+            equal = abs(value - label) <= 1e-9 * max(abs(label), 1.0)
+            total = total - (p if equal else 1 - p).log()
     return total
 
 
@@ -121,8 +150,8 @@ def train_plainly(kind: str) -> Trained:
         batch = step_batch(step)
         scores = model(batch.input_ids, batch.numeric_values, batch.attention_mask)
         loss, _ = loss_fn(*scores, batch.labels, batch.numeric_labels, batch.attention_mask)
-        if model.config.candidates == "copies":
-            loss = loss + copy_loss(model, batch) / batch.label_mask.sum()
+        if model.config.candidates == "arithmetic":
+            loss = loss + candidate_loss(model, batch) / batch.label_mask.sum()
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained.values(), CLIP)))
         adamw.step()

@@ -46,7 +46,7 @@ def load(folder: str, case: Case, groups: Groups) -> tuple[CausalQwenModel, Runt
         num_token_id=NUM,
         number_dims=2,
         wide=64,
-        candidates="copies",
+        candidates="arithmetic",
         lora=LORA,
         vocab_start=start,
         rows=stop - start,

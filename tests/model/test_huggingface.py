@@ -23,7 +23,7 @@ SHAPES = {
     "scalar C, exp": {"scalar_threshold": True, "scale_activation": "exp"},
     "standardised": {"target": {"name": "standardise", "median": 152.0, "scale": 40.5}},
     "lora": {"lora": LORA},
-    "copies": {"candidates": "copies", "number_dims": 2},
+    "arithmetic": {"candidates": "arithmetic", "number_dims": 2},
     "law": {"target": {"name": "standardise", "median": 152.0, "scale": 40.5, "law": "laplace"}},
     "wide": {"wide": 64, "random_features": 8, "depths": 2, "number_dims": 2, "candidates": "arithmetic"},
 }

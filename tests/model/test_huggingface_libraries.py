@@ -217,7 +217,7 @@ def test_every_code_block_of_huggingface_md_runs(folder, tmp_path, monkeypatch, 
 
 def test_under_autocast_the_heads_stay_in_fp32() -> None:
     """As under Trainer's bf16=True. A scale of 1e-3 beside a logit near 15 means nothing in bf16."""
-    model, batch = tiny_causal_lm(wide=64, random_features=8, number_dims=2, candidates="copies"), random_batch()
+    model, batch = tiny_causal_lm(wide=64, random_features=8, number_dims=2, candidates="arithmetic"), random_batch()
     with torch.no_grad():
         for part in model.parameters():
             part.add_(torch.randn(part.shape, generator=torch.Generator().manual_seed(7)) * 0.05)

@@ -143,7 +143,7 @@ def test_a_number_head_that_does_not_fit_is_refused() -> None:
     for shape, said in (
         ({"number_head": "support.nowhere:Head"}, "number_head: found support.nowhere:Head: ModuleNotFoundError"),
         ({"number_head": "support.custom_parts:HalfGate"}, r"HalfGate: TypeError: HalfGate\(\) takes no arguments"),
-        ({"number_head": HEAD, "candidates": "copies"}, "model.candidates: .*none with a number head of your own"),
+        ({"number_head": HEAD, "candidates": "arithmetic"}, "model.candidates: .*none with a number head of your own"),
     ):
         with pytest.raises(UserError, match=said):
             tiny_model(**shape)

@@ -13,7 +13,7 @@ from cqwen_dist.ops.ovr import TermOptions
 from cqwen_dist.ops.ovr.head import AS_WRITTEN
 from cqwen_dist.tools.export import plain_loss
 
-SHAPES: list[dict[str, Any]] = [{}, {"scalar_threshold": True, "candidates": "copies"}]
+SHAPES: list[dict[str, Any]] = [{}, {"scalar_threshold": True, "candidates": "arithmetic"}]
 
 
 @pytest.mark.parametrize(

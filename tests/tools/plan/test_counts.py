@@ -22,7 +22,7 @@ def drawn(kind: str, tied: bool, draw: random.Random) -> Config:
     columns: dict[str, list[Any]] = {
         "causal_size": [None, 8, 30],
         "wide": [0, [64, 8, 2]],
-        "candidates": ["none", "copies", "arithmetic"],
+        "candidates": ["none", "arithmetic"],
     }
     model = {key: draw.choice(values) for key, values in columns.items()}
     start = draw.choice(["calibrated", "seed"])
