@@ -43,7 +43,6 @@ EXACT_TENS = torch.tensor([10.0**k for k in range(23)], dtype=torch.float64, dev
 
 @dataclass(frozen=True)
 class CandidateLabels(NumberLabels):
-    own: NumberLabels  # the inner head's labels
     at: Tensor  # [M] int64: which of the N positions are numbers
     candidates: Tensor  # [M,J] float64: the values, NaN where there is none
     raw: Tensor  # [M]: the value, raw unit
@@ -150,7 +149,7 @@ class WithCandidates(NumberHead):
     def labels(self, batch: Batch, keep: Tensor) -> NumberLabels:
         own, places = self.inner.labels(batch, keep), batch.number_places
         raw, held = batch.numeric_labels.flatten()[places], self.candidates(self.memory_at(batch, places))
-        return CandidateLabels(own.values, own.is_number, own, torch.searchsorted(keep, places), held, raw)
+        return CandidateLabels(own.values, own.is_number, torch.searchsorted(keep, places), held, raw)
 
     def loss(self, u_prime: Cauchy, labels: NumberLabels) -> tuple[Tensor, Tensor]:
         """The loss of `inner`, plus one-vs-rest cross entropies for "the label equals this candidate". If words have a
@@ -159,7 +158,7 @@ class WithCandidates(NumberHead):
         numbers = Cauchy(*(part[labels.at] for part in u_prime))
         scores, right = self.scores(numbers, labels.candidates), equal(labels.candidates, labels.raw)
         known = ~labels.candidates.isnan()
-        nll, decided = self.inner.loss(u_prime, labels.own)
+        nll, decided = self.inner.loss(u_prime, labels)
         decided = decided + torch.where(known, one_against_the_rest(scores, right), 0.0).sum()
         if weight := self.config.word_terms.get("softmax_weight", 0.0):
             decided = decided + weight * among_the_rest(decision_strength(scores), known, right & known).sum()
@@ -174,7 +173,7 @@ class WithCandidates(NumberHead):
         held = self.candidates(memory)
         right = equal(held, values)
         of_k = F.one_hot(again(held), FORMS["again"]).bool() & right.unsqueeze(-1)
-        of_value = forms_of(values.unsqueeze(-1).expand_as(held))[:, 0, 1:]
+        of_value = forms_of(values.unsqueeze(-1))[:, 0, 1:]
         shown = F.one_hot(of_value, sum(FORMS.values()) + 1).sum(1)[:, FORMS["again"] : -1].bool()
         return torch.cat([right, of_k.any(1), shown], 1).double() * 2 - 1
 
@@ -224,16 +223,11 @@ def forms_of(candidates: Tensor) -> Tensor:
     return torch.stack([again(candidates), *kinds], -1)
 
 
-def beyond_places(candidates: Tensor) -> Tensor:
-    """[J] bool: whether candidate j of [...,J] is no place of the text."""
-    return torch.arange(candidates.shape[-1], device=candidates.device) >= PLACES
-
-
 def again(candidates: Tensor) -> Tensor:
     """k of candidates [...,J] float64, int64: for a place of the text 0, or 1 if another place has its value; for any
     other candidate 2, or 3 if a place has its value. Exactly equal, as computed values are rounded."""
     held = (candidates.unsqueeze(-1) == candidates[..., None, :PLACES]).sum(-1)
-    rest = beyond_places(candidates).long()
+    rest = (torch.arange(candidates.shape[-1], device=candidates.device) >= PLACES).long()
     return 2 * rest + (held > 1 - rest)
 
 

@@ -14,7 +14,6 @@ from tables.test_wide import batch_of
 from cqwen_dist.config.shape import CHARACTERS, COMPUTED, FORMS, PLACES, SIGNS
 from cqwen_dist.heads.candidates import LINK, OF_FORMS, CandidateLabels, again, best_bar, forms_of, to_12_digits
 from cqwen_dist.heads.expression import LONGEST, VALUE, at_beginning, read_tokens, states_at, symbol_table
-from cqwen_dist.heads.number_head import NumberLabels
 from cqwen_dist.model.calibration import calibrate
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.parallel.groups import build_groups
@@ -186,7 +185,7 @@ def test_the_loss_is_one_vs_rest_over_the_candidates_there_are(softmax):
     candidates[1, 0] = 6.0
     is_number = torch.tensor([True, True, False])
     raw, at = torch.tensor([6.0, 6.0 + 1e-12, 4.0]).double(), torch.tensor([0, 1])
-    labels = CandidateLabels(raw, is_number, NumberLabels(raw, is_number), at, candidates, raw[at])
+    labels = CandidateLabels(raw, is_number, at, candidates, raw[at])
 
     def p(i: int, j: int, digit: int, k: int) -> torch.Tensor:
         two, length = 4 + 12 + 13 * digit + 12, 4 + 12 + 11 * 13  # one digit, and so none behind it
