@@ -166,7 +166,7 @@ class HeadOptimizer:
     def set_lr(self, plan: StagePlan, step: int) -> None:
         for share in self.shares:
             unit = self.noise_unit if share.member.group == "noise" else 1.0
-            share.lr = plan.lr(share.member.group, share.member.is_scale, step, unit)
+            share.lr = share.member.rate * plan.lr(share.member.group, share.member.is_scale, step, unit)
 
     def reduce_gradients(self) -> Tensor:
         """Sum gradients over the ranks. Returns their squared norm, [] fp32, equal on all ranks. Collective.

@@ -30,6 +30,11 @@ class Member:
         return self.name in ("abduction.scale_net.bias", "action.b_noise", "action.threshold")
 
     @property
+    def rate(self) -> float:
+        """Its learning rate, as a share of its group's: candidates' rows are short (docs/training.md, Rates)."""
+        return 0.25 if self.name.startswith("action.candidate_") else 1.0
+
+    @property
     def spread(self) -> bool:
         """Whether ranks with equal copies share moments and step (`optim`). True for all large parameters."""
         return self.has_rows or (self.group == "abduction" and self.parameter.ndim > 1)

@@ -133,7 +133,7 @@ def train_plainly(kind: str) -> Trained:
         [
             {
                 "params": [p],
-                "lr": SCALES_LR if name in scales else LR,
+                "lr": SCALES_LR if name in scales else LR / 4 if ".candidate_" in name else LR,
                 "weight_decay": DECAY if p.ndim > 1 and "w_num" not in name else 0.0,
             }
             for name, p in trained.items()
