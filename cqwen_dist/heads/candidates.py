@@ -195,11 +195,10 @@ class WithCandidates(NumberHead):
 def _scales(u_scale: Tensor, forms: Tensor, weight: Tensor, table: Tensor) -> Tensor:
     """|row| @ u_scale [...,C_w], [...,J]: of the rows of J candidates, weight [J,C_w] and those of `table` at forms
     [...,J,4]. With gradients the rows are not kept: they are made again in the backward pass."""
-    if torch.is_grad_enabled():
-        parts = zip(u_scale.split(AT_ONCE), forms.split(AT_ONCE), strict=True)
-        once_more = partial(checkpoint, _of_rows, use_reentrant=False, preserve_rng_state=False)
-        return torch.cat([once_more(*part, weight, table) for part in parts])
-    return _of_rows(u_scale, forms, weight, table)
+    of_rows = partial(checkpoint, _of_rows, use_reentrant=False, preserve_rng_state=False)
+    made = of_rows if torch.is_grad_enabled() else _of_rows
+    parts = zip(u_scale.split(AT_ONCE), forms.split(AT_ONCE), strict=True)
+    return torch.cat([made(*part, weight, table) for part in parts])
 
 
 def _of_rows(u_scale: Tensor, forms: Tensor, weight: Tensor, table: Tensor) -> Tensor:
