@@ -33,7 +33,7 @@ NOISE = 0.3  # of a score at the start, whose ridge regression fits S_j to -1 an
 LINK = 0.25  # the first characters' rows at the start, as a fraction of the base's (docs/measurements.md)
 # The other forms' rows at the start, as fractions of their ridge regressions' (docs/measurements.md)
 OF_FORMS = {"again": 0.5, "first": 0.0, "two": 0.25, "length": 0.25}
-AT_ONCE = 64  # numbers whose candidates' rows are in memory at once
+AT_ONCE, AT_ONCE_ON_A_GPU = 8, 256  # numbers whose candidates' rows exist at once: on a CPU they stay in its cache
 OPERATIONS = ("x + y", "x - y", "x * y", "x / y", "x * y / 100", "y - x", "y / x")  # x: the last but one, y: the last
 OF_PLACES = ["the last number", *(f"the number {back} before" for back in range(2, PLACES + 1))]
 EXPRESSION = "the expression before it"
@@ -197,7 +197,8 @@ def _scales(u_scale: Tensor, forms: Tensor, weight: Tensor, table: Tensor) -> Te
     [...,J,4]. With gradients the rows are not kept: they are made again in the backward pass."""
     of_rows = partial(checkpoint, _of_rows, use_reentrant=False, preserve_rng_state=False)
     made = of_rows if torch.is_grad_enabled() else _of_rows
-    parts = zip(u_scale.split(AT_ONCE), forms.split(AT_ONCE), strict=True)
+    at_once = AT_ONCE_ON_A_GPU if u_scale.is_cuda else AT_ONCE
+    parts = zip(u_scale.split(at_once), forms.split(at_once), strict=True)
     return torch.cat([made(*part, weight, table) for part in parts])
 
 
