@@ -65,7 +65,7 @@ def read(config: Any, numbers: int) -> tuple[Tensor, ...]:
         action, parts = run.model.action, []
         head: Any = action.number_head
         for batch in next(iter(run.calibration_loader(0, numbers))):
-            at = batch.numeric_mask.flatten().nonzero()[:, 0]
+            at = batch.number_places
             folds = fold_of_row(batch, ALONE).repeat_interleave(batch.labels.shape[1])[at]
             memory, values = head.memory_at(batch, at), batch.numeric_labels.flatten()[at]
             found = head.candidates(memory), values, head.score_targets(values, memory), folds

@@ -8,9 +8,10 @@ A_TOKEN = 2  # signs of a token at most, such as ")="; another token ends an exp
 
 
 CHARACTERS = "0123456789-."  # of a numeral (`data.keep_digits`)
-# Rows of what a candidate is, beside its own: whether the text has the value already; its numeral's first character,
-# first two (the second may be none, and no numeral begins with a point) and length, of which more are the last
+# Rows that candidates share, by what they say: whether the text has the value already; the numeral's first character;
+# its first two, where the second may be none and a point is never the first; its length (the last row: seven or more)
 FORMS = {"again": 4, "first": len(CHARACTERS), "two": (len(CHARACTERS) - 1) * (len(CHARACTERS) + 1), "length": 7}
+FORM_ROWS = sum(FORMS.values())
 PLACES_SHOWN, FRACTIONS_BELOW, MOST_SHOWN = 6, 1e9, 1e15  # decimals at most; up to where there are any; up to where
 LONGEST_NUMERAL = 17  # a sign, nine digits, a point and six decimals; or a sign and fifteen digits
 
@@ -29,4 +30,4 @@ def number_parameters(candidates: str, words: int, size: int) -> int:
     candidate; a row and a bias for each of `FORMS`."""
     if candidates == NONE:
         return size + 1
-    return size + 1 + (PLACES + COMPUTED + CONSTANTS) * (words + 2) + sum(FORMS.values()) * (words + 1)
+    return size + 1 + (PLACES + COMPUTED + CONSTANTS) * (words + 2) + FORM_ROWS * (words + 1)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.config.shape import CHARACTERS, CONSTANTS, FORMS, PLACES
+from cqwen_dist.config.shape import CHARACTERS, CONSTANTS, FORM_ROWS, FORMS, PLACES
 from cqwen_dist.heads.expression import OTHER, STATE, VALUE, read_tokens, states_at, symbol_table
 from cqwen_dist.heads.number_head import Decision, NumberHead, NumberLabels, decision_strength, one_against_the_rest
 from cqwen_dist.heads.numerals import characters
@@ -64,8 +64,8 @@ class WithCandidates(NumberHead):
         net.candidate_weight = nn.Parameter(torch.zeros(count, net.word_size))
         net.candidate_bias = nn.Parameter(torch.full((count,), -1.0))  # until the start is fitted: none is likely
         net.candidate_noise = nn.Parameter(torch.full((count,), NOISE))
-        net.candidate_forms = nn.Parameter(torch.zeros(sum(FORMS.values()), net.word_size))
-        net.candidate_form_bias = nn.Parameter(torch.zeros(sum(FORMS.values())))
+        net.candidate_forms = nn.Parameter(torch.zeros(FORM_ROWS, net.word_size))
+        net.candidate_form_bias = nn.Parameter(torch.zeros(FORM_ROWS))
 
     def value(self, u_prime: Cauchy) -> Cauchy:
         return self.inner.value(u_prime)
@@ -174,7 +174,7 @@ class WithCandidates(NumberHead):
         right = equal(held, values)
         of_k = F.one_hot(again(held), FORMS["again"]).bool() & right.unsqueeze(-1)
         of_value = forms_of(values.unsqueeze(-1))[:, 0, 1:]
-        shown = F.one_hot(of_value, sum(FORMS.values()) + 1).sum(1)[:, FORMS["again"] : -1].bool()
+        shown = F.one_hot(of_value, FORM_ROWS + 1).sum(1)[:, FORMS["again"] : -1].bool()
         return torch.cat([right, of_k.any(1), shown], 1).double() * 2 - 1
 
     @torch.no_grad()
@@ -218,7 +218,7 @@ def forms_of(candidates: Tensor) -> Tensor:
     length = (shown >= 0).sum(-1) - 1
     begin, kinds = FORMS["again"], []
     for kind, size in ((first, FORMS["first"]), (two, FORMS["two"]), (length, FORMS["length"])):
-        kinds.append((kind + begin).where(first >= 0, sum(FORMS.values())))
+        kinds.append((kind + begin).where(first >= 0, FORM_ROWS))
         begin += size
     return torch.stack([again(candidates), *kinds], -1)
 

@@ -247,7 +247,7 @@ class _Start:
         if self.beside is None:
             return [], further
         for batch, z in batches:
-            at = batch.numeric_mask.flatten().nonzero()[:, 0]
+            at = batch.number_places
             values = batch.numeric_labels.flatten()[at].tolist()
             further += zip(self.beside.texts_before(batch, at, z), values, strict=True)
         of_ranks = [(fit.texts, further)] if world is None else gather_objects((fit.texts, further), world)

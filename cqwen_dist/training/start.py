@@ -185,7 +185,7 @@ def _held_out(run: Run) -> Iterator[tuple[Batch, Tensor]]:
     held_out = run.evaluations.held_out if run.model.config.wide else None
     for batch in () if held_out is None else held_out.batches:
         batch = batch.to(run.runtime.device)
-        at = batch.numeric_mask.flatten().nonzero()[:, 0]
+        at = batch.number_places
         yield batch, run.forward(batch, at) if run.model.config.depths else torch.zeros(len(at), 0)
 
 

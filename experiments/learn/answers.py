@@ -81,7 +81,7 @@ def predict(model: CausalQwenModel, batches: list[Batch]) -> Predictions:
     device = model.action.cls_weight.device
     parts: list[Predictions] = []
     for batch in batches:
-        flat = batch.numeric_mask.flatten().nonzero()[:, 0]
+        flat = batch.number_places
         on_device, positions = batch.to(device), flat.to(device)
         u_prime = model.action.add_noise(model.abduction(model.kept_features(on_device, positions)))
         y = model.action.number_head.value(Cauchy(u_prime.loc, u_prime.scale))

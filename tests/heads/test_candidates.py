@@ -11,7 +11,7 @@ from support.ranks import run_ranks
 from support.tiny import NUM, random_batch, tiny_causal_lm, tiny_model
 from tables.test_wide import batch_of
 
-from cqwen_dist.config.shape import CHARACTERS, COMPUTED, FORMS, PLACES, SIGNS
+from cqwen_dist.config.shape import CHARACTERS, COMPUTED, FORM_ROWS, PLACES, SIGNS
 from cqwen_dist.heads.candidates import LINK, OF_FORMS, CandidateLabels, again, best_bar, forms_of, to_12_digits
 from cqwen_dist.heads.expression import LONGEST, VALUE, at_beginning, read_tokens, states_at, symbol_table
 from cqwen_dist.model.calibration import calibrate
@@ -220,7 +220,7 @@ def test_the_forms_of_numbers_are_their_characters_and_their_length():
     values = torch.tensor([[7.0, 72.0, -3.5, 0.25, 1234567.5, 1e20, math.nan]]).double()
     again, *rest = forms_of(values)[0].T
     first, two, length = (kind - begin for kind, begin in zip(rest, (4, 16, 159), strict=True))
-    none = sum(FORMS.values())
+    none = FORM_ROWS
     assert again.tolist() == [0] * 7
     assert [CHARACTERS[i] for i in first[:5]] == ["7", "7", "-", "0", "1"]
     assert (two[:5] % 13).tolist() == [12, 2, 3, 11, 2]

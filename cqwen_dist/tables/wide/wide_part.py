@@ -41,7 +41,7 @@ class Entries(NamedTuple):
 
     columns: Tensor  # [B,T,GRAMS+1] of the tables: n-grams, the line
     counts: Tensor  # [B,T,GRAMS+1] 1: this n-gram or line ends here
-    name: Tensor  # [B,T] key of the line before a number
+    name: Tensor  # [B,T] key of a number's name
     phi: Tensor  # [B,T] of a number's value
     value: Tensor  # [B,T] the value itself, float64
     number: Tensor  # [B,T] 1 at numbers
