@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.ops.cauchy import Cauchy, log_prob_above, prob_above
-from cqwen_dist.ops.ovr.best import RowSizes, all_scores, best_word, strongest
+from cqwen_dist.ops.ovr.best import all_scores, best_word, strongest
 
 ModeName = str | Mapping[str, str]  # as `mode_names` reads it
 
@@ -69,14 +69,14 @@ class Draws:
         number = drawn(self.temperature, self.eps_truncation)
         return number if self.words is None else drawn(*self.words), number
 
-    def pick(self, weights: Tensor) -> Tensor:
-        """Draw one index per row [B] with probability proportional to weights [B,n] (>= 0, not all 0).
+    def pick(self, weights: Tensor) -> Any:
+        """Draw one index per row [B] with probability proportional to weights [B,n] (>= 0); value 0 if all weights are.
 
         Gives the same draws as torch.multinomial, without its checks, which synchronise. The first of exponential
         clocks with these rates is such a draw.
         """
         clocks = self.fill(torch.empty_like(weights), Tensor.exponential_) if self.ahead is None else self.ahead
-        return (weights / clocks).argmax(-1)
+        return (weights / clocks).max(-1)
 
     def fill(self, memory: Tensor, law: Callable[..., Tensor]) -> Tensor:
         """Fill memory with draws. law: Tensor.uniform_ or Tensor.exponential_."""
@@ -102,7 +102,7 @@ class Options:
     # For `compatible` and `ovr`: (ids [B,t], logits [B,V]) -> logits.
     processors: Callable[[Tensor, Tensor], Tensor] | None = None
     added_from: int | None = None  # for `compatible`: rows from this one on were added to the base; never chosen
-    sizes: RowSizes | None = None  # row norms of W_cls, with which `best_word` needs fewer scales; None: all scales
+    sizes: Tensor | None = None  # `row_sizes` of W_cls, with which `best_word` needs fewer scales; None: all scales
     near: Tensor | None = None  # W_cls in bf16, for the shortlist of `best_word`
 
 
@@ -127,20 +127,19 @@ def ovr_sample(action: Any, u_prime: Cauchy, draws: Draws, options: Options, ids
     gap, scores = _used(action, u_prime, options.used_rows)
     if options.processors is not None:  # they see log P of the whole vocabulary
         return _drawn(ovr_logits(gap, scores, action.vocab_size), draws, options, ids)
-    # Without them P is enough, at half the time of log P and its softmax
-    word = strongest(gap, scores)
     if not options.do_sample:
-        return word
-    p = prob_above(scores.scale, gap)
-    none = p.sum(-1) == 0
-    return torch.where(none, word, draws.pick(p + none[:, None]))
+        return strongest(gap, scores)
+    # Without them P is enough, at half the time of log P and its softmax. If all P are 0, the best word has the largest
+    # loc_S, as every strength is -inf
+    first = draws.pick(prob_above(scores.scale, gap))
+    return torch.where(first.values == 0, scores.loc.argmax(-1), first.indices)
 
 
 def _drawn(logits: Tensor, draws: Draws, options: Options, ids: Tensor) -> Tensor:
     """A draw [B] from the softmax of these logits after the processors; its argmax without do_sample."""
     if options.processors is not None:
         logits = options.processors(ids, logits)
-    return draws.pick(logits.softmax(-1)) if options.do_sample else logits.argmax(-1)
+    return draws.pick(logits.softmax(-1)).indices if options.do_sample else logits.argmax(-1)
 
 
 def softmax_logits(loc: Tensor, added_from: int | None) -> Tensor:
@@ -225,14 +224,13 @@ class Mode:
         """`law`, if numbers have the mode of words."""
         if self.drawn is None:
             return Laws(*2 * (Cauchy(*action.add_noise(u)),))
-        zero = torch.zeros_like(u.loc)
-        noise = Cauchy(zero, action.b_noise.abs().expand_as(u.loc))
-        law = noise if self.drawn == "noise" else u
+        law, rest = u, self.noise_of(action, u).scale
+        if self.drawn == "noise":
+            law, rest = Cauchy(rest, action.b_noise.abs().expand_as(u.loc)), u.scale
         words, numbers = draws.from_law(law, self.once)
         numbers = action.number_head.individual(Cauchy(law.loc, law.scale * draws.temperature), numbers)
         if self.drawn == "noise":
             return Laws(*(Cauchy(u.loc + part, u.scale) for part in (words, numbers)))
-        rest = noise.scale if self.noise else zero
         return Laws(*(Cauchy(part, rest) for part in (words, numbers)))
 
 

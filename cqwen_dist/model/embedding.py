@@ -14,7 +14,7 @@ from cqwen_dist.heads.precision import keeping_fp32
 def phi(values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """sign(v) ln(1+|v|) (S0 1.3), computed in float64, rounded to dtype; phi(0) = 0 exactly."""
     wide = values.double()
-    return (wide.sign() * wide.abs().log1p()).to(dtype)
+    return wide.abs().log1p().copysign(wide).to(dtype)
 
 
 def scale_of(table: nn.Module) -> float:

@@ -38,8 +38,8 @@ def prob_above(scale: Tensor, gap: Tensor) -> Tensor:
 
     scale (>= 0) and gap: any floating dtype, broadcast together. Keeps relative precision down to P ~ 1e-38.
     """
-    both_zero = (scale == 0) & (gap == 0)
-    return torch.where(both_zero, 0.5, torch.atan2(scale, torch.where(both_zero, 1.0, gap)) / math.pi)
+    either = torch.logical_or(scale, gap)  # is not 0
+    return torch.where(either, torch.atan2(scale, torch.where(either, gap, 1.0)) / math.pi, 0.5)
 
 
 def log_prob_above(scale: Tensor, gap: Tensor) -> Tensor:
