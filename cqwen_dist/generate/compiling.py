@@ -17,6 +17,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo import mark_static_address  # transformers' static cache marks its own by it
 from torch._dynamo.exc import TorchDynamoException
@@ -53,14 +54,10 @@ class Buffers:
     def of(cls, model: Any, ids: Tensor, values: Tensor | None, mask: Tensor | None, room: int, pad: int) -> Buffers:
         """Buffers for a prompt [B,T] with T' = room positions, without a cache. Arguments as in `generate`."""
         config, device, (b, prompt) = model.config, ids.device, ids.shape
-        all_ids = torch.full((b, room), pad, dtype=torch.int64, device=device)
-        all_ids[:, :prompt] = ids
-        all_values = torch.zeros((b, room), dtype=torch.float64, device=device)
-        if values is not None:
-            all_values[:, :prompt] = values.to(all_values)
-        real = torch.ones((b, room), dtype=torch.bool, device=device)
-        if mask is not None:
-            real[:, :prompt] = mask.bool()
+        values = torch.zeros_like(ids) if values is None else values.to(device)
+        mask = torch.ones_like(ids) if mask is None else mask.to(device)
+        given = ((ids, pad), (values.double(), 0.0), (mask.bool(), True))
+        all_ids, all_values, real = (F.pad(each, (0, room - prompt), value=rest) for each, rest in given)
         positions = positions_in(real)
         is_number = (all_ids == config.num_token_id) & real
         head = model.action.number_head

@@ -18,12 +18,12 @@ from cqwen_dist.generate.compiling import ROOM, Buffers, CompiledSteps, Ending, 
 from cqwen_dist.generate.generation_settings import Prompt, Settings, check_prompt
 from cqwen_dist.generate.modes import Laws, Options, best, find_mode
 from cqwen_dist.generate.numbers import GeneratedNumbers, written_values
-from cqwen_dist.heads.number_head import Decision
 from cqwen_dist.heads.precision import at_hand
 from cqwen_dist.ops.cauchy import Cauchy, prob_above
 from cqwen_dist.ops.ovr.best import A_FEW, row_sizes
 from cqwen_dist.ops.ovr.scores import prob_of
 
+LATER = 1024  # tokens whose laws are recorded together, if the cache grows: no step reads them, and each has many parts
 # Called after each step with the ids [B,t] and their numbers. Returns the rows to end [B] bool, or None.
 Watch = Callable[[Tensor, GeneratedNumbers], Tensor | None]
 
@@ -62,7 +62,7 @@ def generate(
         while text.end < text.total and not over():
             text.step()
             for look in watch:
-                ended = look(now.ids[:, : text.end], now.numbers.until(text.end))
+                ended = look(*text.recorded())
                 if ended is not None:
                     now.done.logical_or_(ended.to(now.done.device))
         return text.result()
@@ -99,6 +99,7 @@ class _Continuation:
         self.options = self.options_of(settings)
         self.most_doubt = settings.most_doubt(self.now.numbers.intervals)
         self.draws = settings.draws(given.ids.device, self.now.numbers.intervals)
+        self.waiting: list[tuple[Any, ...]] = []  # to be recorded, by step
         self.steps = None
         if self.kept is not None:
             self.steps = CompiledSteps.of(self.kept, settings, self.padded, model, given.ids.device)
@@ -143,7 +144,7 @@ class _Continuation:
             self.now = replace(self.now, cache=DynamicCache(config=self.model.config.base_config))
         # The first step reads the prompt, in a shape of its length
         if self.end in (self.prompt, self.turn) or not self.use_cache:
-            u_prime = self.infer(torch.arange(self.end, device=self.now.at.device), self.now.mask[:, : self.end])
+            u_prime = self.infer(slice(self.end), self.now.mask[:, : self.end])
             self.write(u_prime, self.choose(u_prime))
         else:
             if self.kept is not None:
@@ -157,6 +158,8 @@ class _Continuation:
                 u_prime = self.steps(_Continuation.infer_next, self)
                 self.steps(_Continuation.write, self, u_prime, self.choose(u_prime))
         self.end += 1
+        if len(self.waiting) * len(self.now.ids) >= LATER:
+            self.recorded()
 
     def draw_ahead(self, kept: Kept) -> None:
         """Draw the random numbers of a step before it: a compiled step cannot draw from a generator."""
@@ -170,14 +173,13 @@ class _Continuation:
     def infer_next(self) -> Laws:
         """`infer` for the last column, using the cache. With a static cache the mask covers all columns: unwritten
         columns stay True, and the causal mask hides them."""
-        return self.infer(self.now.at - 1, self.now.mask if self.static else self.now.mask[:, : self.end])
+        at, end = (self.now.at - 1, None) if self.static else (slice(self.end - 1, self.end), self.end)
+        return self.infer(at, self.now.mask[:, :end])
 
-    def infer(self, columns: Tensor, mask: Tensor) -> Laws:
-        """U' [B,C] at the last of these columns [w], which are not in the cache yet; on the device of the head."""
+    def infer(self, columns: slice | Tensor, mask: Tensor) -> Laws:
+        """U' [B,C] at the last of these columns, which are not in the cache yet; on the device of the head."""
         now = self.now
-        ids, values, positions = (
-            each.index_select(1, columns) for each in (now.ids, now.numbers.values, now.positions)
-        )
+        ids, values, positions = (each[:, columns] for each in (now.ids, now.numbers.values, now.positions))
         embeds, self.embeds = self.embeds, None
         u: Cauchy = self.model.infer(
             ids if embeds is None else None,
@@ -185,10 +187,11 @@ class _Continuation:
             mask if self.padded else None,
             position_ids=positions,
             past_key_values=now.cache,
-            keep=last_places(ids),
+            keep=None if ids.shape[1] == 1 else last_places(ids),
             inputs_embeds=embeds,
         )
-        return self.mode.law(self.action, u.to(self.action.cls_weight.device), self.draws)
+        u = Cauchy(*(part.flatten(0, -2).to(self.action.cls_weight.device) for part in u))
+        return self.mode.law(self.action, u, self.draws)
 
     def choose(self, u_prime: Laws) -> Tensor:
         """The next word of each row [B], on the device of the head."""
@@ -198,78 +201,99 @@ class _Continuation:
         seen = self.action.word_part(u_prime.words)
         return self.mode.choose(self.action, seen, self.draws, self.options, ids.to(seen.loc.device))
 
-    def write(self, u_prime: Laws, word: Tensor) -> None:
-        """Write the word [B] or number of each row with its probabilities and laws, and advance `at`."""
+    def write(self, u_prime: Laws, chosen: Tensor) -> None:
+        """Write the chosen word [B] or the number of each row, and advance. Laws and probabilities: `record`."""
         # Everything is computed for all rows and masked: a branch on device values would synchronise
-        action, now, numbers, device = self.action, self.now, self.now.numbers, self.now.ids.device
-        seen, head = action.word_part(u_prime.words).to(action.cls_weight.dtype), action.word_head()
-        shown = numbers.intervals.words.shown
-        p_num = shown(prob_of(seen, head, torch.full_like(word, self.num_token_id)).double()).to(device)
-        own, of_numbers = head.take(word.to(seen.loc.device)), self.mode.numbers or self.mode
-        noise = Laws(*(mode.noise_of(action, u) for mode, u in zip((self.mode, of_numbers), u_prime, strict=True)))
-        law, gap = own.of_own(seen)
-        p_word = shown(prob_above(law.scale, gap).double()).to(device)
-        if not self.model.config.learns_words:  # nothing but a number can follow
-            p_num, p_word = torch.ones_like(p_num), torch.ones_like(p_word)
+        now, numbers, head = self.now, self.now.numbers, self.action.number_head
+        at = now.at if self.static else slice(self.end, self.end + 1)
+        word, new, given = chosen.to(now.ids.device), ~now.done, None
         embedding = self.model.features.embedding
         if embedding.digit_rows:
             is_number = (now.ids == self.num_token_id) & now.mask
-            given = embedding.next_digits(is_number, numbers.values, now.at - 1)
-            word = given.where(given >= 0, word.to(device))
-            p_word, p_num = p_word.masked_fill(given >= 0, 1.0), p_num.masked_fill(given >= 0, 0.0)
-            self.put(numbers.given, (given >= 0) & ~now.done)
-        decision = action.number_head.decide(u_prime.numbers, now.memory, numbers.intervals.bar)
-        word, y = word.to(device), decision.y.to(torch.float64).to(device)
-        new = ~now.done
-        number = (word == self.num_token_id) & new
-        word_noise = own.of_own(action.word_part(noise.words).to(seen.loc.dtype))[0].scale.double().to(device)
-        number_noise, word_scale = (
-            each.scale.double().to(device) for each in (action.number_head.value(noise.numbers), law)
-        )
-        parts = torch.stack([word_scale - word_noise, word_noise, y.scale - number_noise, number_noise], 1)
-        doubtful = torch.zeros_like(new)
-        if self.most_doubt:
-            chosen = ~numbers.given.index_select(1, now.at)[:, 0]
-            doubtful = new & chosen & self.doubtful(seen, law, decision, number)
-            self.put(numbers.abstained, doubtful)
-        value = written_values(decision, self.target, numbers.intervals, self.digits, now.powers).where(number, 0.0)
-        if numbers.which is not None and decision.written is not None:
-            self.put(numbers.which, decision.written.to(device).where(number, -1))
-        self.put(now.ids, torch.where(new, word, self.pad_token_id))
-        self.put(numbers.values, value)
-        self.put(numbers.loc, y.loc.where(number, 0.0))
-        self.put(numbers.scale, y.scale.where(number, 0.0))
-        self.put(numbers.p_num, p_num.where(new, math.nan))
-        self.put(numbers.p_word, p_word.where(new, math.nan))
-        self.put(numbers.generated, number)
-        self.put(numbers.parts, parts.where(new[:, None], math.nan))
-        action.number_head.remember(now.memory, word, value, number)
-        now.lengths.add_(new)
+            character = embedding.next_digits(is_number, numbers.values, now.at - 1)
+            given = character >= 0
+            word = character.where(given, word)
+            self.put(numbers.given, given & new, at)
+        decision = head.decide(u_prime.numbers, now.memory, numbers.intervals.bar)
+        y, which, number = decision.y, decision.written, (word == self.num_token_id) & new
+        value = written_values(decision, self.target, numbers.intervals, self.digits, now.powers)
+        self.put(now.ids, word.masked_fill(now.done, self.pad_token_id), at)
+        self.put(numbers.values, value.masked_fill_(~number, 0.0), at)
+        head.remember(now.memory, word, value, number)
         for end in self.ends:
             now.done.logical_or_(word == end)
-        now.done.logical_or_(doubtful)
-        now.at.add_(1)
+        if self.most_doubt:
+            doubtful = self.doubtful(u_prime, chosen, y, which, number) & new
+            doubtful = doubtful if given is None else doubtful & ~given
+            self.put(numbers.abstained, doubtful, at)
+            now.done.logical_or_(doubtful)
+        step = *u_prime.words, *u_prime.numbers, chosen, *y, which, number, new, given
+        if self.static:
+            self.record(at, step)
+        else:
+            self.waiting.append(step)
+        if self.static or embedding.digit_rows:  # else only the host needs it
+            now.at.add_(1)
 
-    def doubtful(self, seen: Cauchy, law: Cauchy, decision: Decision, number: Tensor) -> Tensor:
-        """Which rows [B] bool are to abstain. law: S of their words; number [B] bool: where these are <NUM>."""
-        device = number.device
-        doubt = self.action.word_head().loc(seen).float().logsumexp(1) - law.loc.float()
-        found = (doubt > self.most_doubt["words"]).to(device)
+    def record(self, at: slice | Tensor, step: Sequence[Any]) -> None:
+        """Write the laws and probabilities of n steps, [n*B,...] each, into their columns `at`."""
+        *u_prime, chosen, loc, scale, which, number, new, given = step
+        action, numbers, device, head = self.action, self.now.numbers, self.now.ids.device, self.action.word_head()
+        words, of_numbers = Cauchy(*u_prime[:2]), self.mode.numbers or self.mode
+        seen, y_noise = action.word_part(words).to(action.cls_weight.dtype), scale
+        own = head.take(chosen.to(seen.loc.device))
+        law, gap = own.of_own(seen)
+        p = prob_of(seen, head, torch.full_like(chosen, self.num_token_id)), prob_above(law.scale, gap)
+        p_num, p_word = (numbers.intervals.words.shown(each.double()).to(device) for each in p)
+        if not self.model.config.learns_words:  # nothing but a number can follow
+            p_num, p_word = torch.ones_like(p_num), torch.ones_like(p_word)
+        if given is not None:
+            p_word, p_num = p_word.masked_fill(given, 1.0), p_num.masked_fill(given, 0.0)
+        noise = own.of_own(action.word_part(self.mode.noise_of(action, words)).to(seen.loc.dtype))[0].scale
+        if of_numbers.drawn != "individual":  # which leaves only noise: all of Y's scale, to the bit
+            y_noise = action.number_head.value(of_numbers.noise_of(action, Cauchy(*u_prime[2:]))).scale
+        loc, *scales = (each.double().to(device) for each in (loc, law.scale, noise, scale, y_noise))
+        parts = torch.stack([scales[0] - scales[1], scales[1], scales[2] - scales[3], scales[3]], 1)
+        if numbers.which is not None and which is not None:
+            self.put(numbers.which, which.to(device).where(number, -1), at)
+        self.put(numbers.loc, loc.where(number, 0.0), at)
+        self.put(numbers.scale, scales[2].where(number, 0.0), at)
+        self.put(numbers.p_num, p_num.where(new, math.nan), at)
+        self.put(numbers.p_word, p_word.where(new, math.nan), at)
+        self.put(numbers.generated, number, at)
+        self.put(numbers.parts, parts.where(new[:, None], math.nan), at)
+        self.now.lengths.add_(new.unflatten(0, (-1, len(self.now.done))).sum(0))
+
+    def doubtful(self, u_prime: Laws, chosen: Tensor, y: Cauchy, which: Tensor | None, number: Tensor) -> Tensor:
+        """Whose word or number [B] is too doubtful. Arguments as in `record`."""
+        device, head = number.device, self.action.word_head()
+        seen = self.action.word_part(u_prime.words).to(self.action.cls_weight.dtype)
+        loc = head.take(chosen.to(seen.loc.device)).of_own(seen)[0].loc.float()
+        found = (head.loc(seen).float().logsumexp(1) - loc > self.most_doubt["words"]).to(device)
         if self.number_first and self.end == self.prompt:  # nobody asked whether it comes
             found = torch.zeros_like(number)
-        wide = (decision.y.scale > self.most_doubt["numbers"]).to(device)
-        if decision.written is not None:  # an exact value has its own bar
-            wide = wide & (decision.written < 0).to(device)
+        wide = (y.scale > self.most_doubt["numbers"]).to(device)
+        if which is not None:  # an exact value has its own bar
+            wide = wide & (which < 0).to(device)
         return found | (number & wide)
 
-    def put(self, buffer: Tensor, found: Tensor) -> None:
-        """Write found [B,...] into the current column of a buffer [B,T',...]."""
-        buffer.index_copy_(1, self.now.at, found.unsqueeze(1))
+    def put(self, buffer: Tensor, found: Tensor, at: slice | Tensor) -> None:
+        """Write found [n*B,...], of n steps, into the columns `at` of a buffer [B,T',...]."""
+        buffer[:, at] = found.unflatten(0, (-1, len(buffer))).transpose(0, 1)
+
+    def recorded(self) -> tuple[Tensor, GeneratedNumbers]:
+        """Prompt and continuation so far, as views."""
+        if self.waiting:
+            steps = [each[0] if each[0] is None else torch.cat(each) for each in zip(*self.waiting, strict=True)]
+            self.record(slice(self.end - len(self.waiting), self.end), steps)
+            self.waiting.clear()
+        return self.now.ids[:, : self.end], self.now.numbers.until(self.end)
 
     def result(self) -> tuple[Tensor, GeneratedNumbers]:
         """Prompt and continuation, cut to the longest row."""
+        ids, numbers = self.recorded()
         end = self.prompt + int(self.now.lengths.max())
-        ids, numbers = self.now.ids[:, :end], self.now.numbers.until(end)
+        ids, numbers = ids[:, :end], numbers.until(end)
         if self.kept is None:
             return ids, numbers
         found = ids.clone(), numbers.clone()

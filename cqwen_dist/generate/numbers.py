@@ -137,14 +137,13 @@ def written_values(
 ) -> Tensor:
     """The values [...] float64 that a text gets for these decisions, on the device of `powers` (`POWERS`): locations of
     Y, rounded to `digits` (None: not rounded), or exact values."""
-    y = decision.y.to(torch.float64).to(powers.device)
+    y = decision.y.to(powers.device)
     value = target.inverse(y.loc)
-    if digits is not None:
-        spread = torch.zeros_like(value)
-        if digits == "auto":
-            low, high = number_interval(y, target, intervals, 0.5)
-            spread = (high - low) / 2
-        value = rounded(value, spread, digits, powers)
+    if digits == "auto":
+        low, high = number_interval(y.to(torch.float64), target, intervals, 0.5)
+        value = rounded(value, (high - low) / 2, digits, powers)
+    elif digits is not None:
+        value = rounded(value, value, digits, powers)
     exact = None if decision.exact is None else decision.exact.to(powers.device)
     return value if exact is None else exact.where(~exact.isnan(), value)
 
@@ -156,36 +155,33 @@ def rounded(values: Tensor, spreads: Tensor, digits: Digits, powers: Tensor) -> 
     beyond, within a unit in the last place): an integer times a power of ten. If both are exact, one product or
     quotient gives the float64 nearest to the text.
     """
-    first = _power_below(values, powers)
+    sizes = torch.stack([values.abs(), spreads])
+    first, last = torch.bucketize(sizes, powers, right=True) - (TENS + 1)  # powers of ten, exact as no logarithm is
+    fine = (sizes > 0.0) & (sizes < math.inf)
     if digits == "auto":
-        last = _power_below(spreads, powers) - 1
-        kept = torch.where(last > first, 1, (first - last + 1).clamp(max=MOST_DIGITS))
-        plain = ~spreads.isfinite() | (spreads <= 0.0)
+        kept, fine = (first - last + 2).clamp(1, MOST_DIGITS), fine.all(0)
     else:
-        kept = torch.full_like(first, digits)
-        plain = torch.zeros_like(values, dtype=torch.bool)
+        kept, fine = torch.full_like(first, digits), fine[0]
     unit = first - kept + 1
-    up, down = (powers[exponent.clamp(0, TENS) + TENS] for exponent in (-unit, unit))
+    up, down = tens = powers[torch.stack([-unit, unit]).clamp(0, TENS) + TENS]
     units = values * up / down
     # An exact half here may be a rounding artefact: decide by the exact sign of values * up - units * down
-    side = (values * up - units * down) + (_rounded_off(values, up) - _rounded_off(units, down))
-    half = (units - units.floor() == 0.5) & (side.abs() > 0)
+    products, off = _exact_product(torch.stack([values, units]), tens)
+    side = (products[0] - products[1]) - (off[0] - off[1])
+    half = (units.frac().abs() == 0.5) & (side.abs() > 0)
     found = torch.where(half, units + side.sign() / 2, units.round()) * down / up
-    plain = plain | (values == 0.0) | ~values.isfinite() | (kept >= MOST_DIGITS) | (unit < -TENS)
-    return torch.where(plain, values, found)
+    return torch.where(fine & (kept < MOST_DIGITS) & (unit >= -TENS), found, values)
 
 
-def _rounded_off(a: Tensor, b: Tensor) -> Tensor:
-    """a b - fl(a b) for float64, exactly (Dekker 1971, "A floating-point technique for extending the available
-    precision", with Veltkamp's splitting); nan or inf if the splitting overflows."""
-    (a1, a2), (b1, b2) = ((x * 134217729.0 - (x * 134217729.0 - x), x) for x in (a, b))
-    a2, b2 = a2 - a1, b2 - b1
-    return ((a1 * b1 - a * b) + a1 * b2 + a2 * b1) + a2 * b2
-
-
-def _power_below(x: Tensor, powers: Tensor) -> Tensor:
-    """The largest k with 10^k <= |x|, at least -TENS - 1. Exact; a logarithm would not be."""
-    return torch.bucketize(x.abs(), powers, right=True) - TENS - 1
+def _exact_product(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """p = fl(a b), and p - a b for float64, exactly (Dekker 1971, "A floating-point technique for extending the
+    available precision", with Veltkamp's splitting); nan or inf if the splitting overflows."""
+    p, both = a * b, torch.stack([a, b])
+    large = both * 134217729.0
+    high = large - (large - both)
+    (a1, b1), (a2, b2) = high, both - high
+    off = p.addcmul(a1, b1, value=-1).addcmul(a1, b2, value=-1).addcmul(a2, b1, value=-1).addcmul(a2, b2, value=-1)
+    return p, off
 
 
 def check_digits(digits: Digits) -> None:
@@ -196,18 +192,9 @@ def check_digits(digits: Digits) -> None:
 
 def empty_numbers(values: Tensor, head: Any, intervals: Intervals) -> GeneratedNumbers:
     """Buffers for a generation; values [B,T'] has the prompt's values. head: the model's `NumberHead`."""
-    return GeneratedNumbers(
-        values,
-        generated=torch.zeros_like(values, dtype=torch.bool),
-        loc=torch.zeros_like(values),
-        scale=torch.zeros_like(values),
-        p_num=torch.full_like(values, math.nan),
-        p_word=torch.full_like(values, math.nan),
-        given=torch.zeros_like(values, dtype=torch.bool),
-        abstained=torch.zeros_like(values, dtype=torch.bool),
-        parts=values.new_full((*values.shape, 4), math.nan),
-        target=head.target,
-        intervals=intervals,
-        which=torch.full_like(values, -1, dtype=torch.int64) if head.exact else None,
-        names=head.names,
-    )
+    own: dict[str, Any] = {name: torch.zeros_like(values) for name in ("loc", "scale")}
+    own |= {name: torch.full_like(values, math.nan) for name in ("p_num", "p_word")}
+    own |= {name: torch.zeros_like(values, dtype=torch.bool) for name in ("generated", "given", "abstained")}
+    own["parts"] = values.new_full((*values.shape, 4), math.nan)
+    own["which"] = torch.full_like(values, -1, dtype=torch.int64) if head.exact else None
+    return GeneratedNumbers(values, target=head.target, intervals=intervals, names=head.names, **own)
