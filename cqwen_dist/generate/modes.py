@@ -129,8 +129,7 @@ def ovr_sample(action: Any, u_prime: Cauchy, draws: Draws, options: Options, ids
         return _drawn(ovr_logits(gap, scores, action.vocab_size), draws, options, ids)
     if not options.do_sample:
         return strongest(gap, scores)
-    # Without them P is enough, at half the time of log P and its softmax. If all P are 0, the best word has the largest
-    # loc_S, as every strength is -inf
+    # P is enough without them, at half the time of log P. If all are 0, each strength is -inf: the largest loc_S wins
     first = draws.pick(prob_above(scores.scale, gap))
     return torch.where(first.values == 0, scores.loc.argmax(-1), first.indices)
 

@@ -180,8 +180,7 @@ def _exact_product(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     large = both * 134217729.0
     high = large - (large - both)
     (a1, b1), (a2, b2) = high, both - high
-    off = p.addcmul(a1, b1, value=-1).addcmul(a1, b2, value=-1).addcmul(a2, b1, value=-1).addcmul(a2, b2, value=-1)
-    return p, off
+    return p, p.addcmul(a1, b1, value=-1).addcmul(a1, b2, value=-1).addcmul(a2, b1, value=-1).addcmul(a2, b2, value=-1)
 
 
 def check_digits(digits: Digits) -> None:

@@ -96,5 +96,5 @@ class NumericalAwareEmbedding(nn.Module):
         dtype = torch.promote_types(self.w_num.dtype, torch.float32)
         number = phi(numeric_values, dtype).unsqueeze(-1) * self.w_num.to(dtype)
         if self.num_token_id is not None and input_ids is not None:
-            number = number + (input_ids == self.num_token_id).unsqueeze(-1) * self.num_row.to(dtype)
+            number = number.addcmul((input_ids == self.num_token_id).unsqueeze(-1), self.num_row.to(dtype))
         return (base.to(dtype) + number).to(base.dtype)

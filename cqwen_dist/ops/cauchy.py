@@ -39,7 +39,8 @@ def prob_above(scale: Tensor, gap: Tensor) -> Tensor:
     scale (>= 0) and gap: any floating dtype, broadcast together. Keeps relative precision down to P ~ 1e-38.
     """
     either = torch.logical_or(scale, gap)  # is not 0
-    return torch.where(either, torch.atan2(scale, torch.where(either, gap, 1.0)) / math.pi, 0.5)
+    gap = torch.where(either, gap, 1.0) if torch.is_grad_enabled() else gap  # at 0 and 0 atan2 has no gradient
+    return torch.where(either, torch.atan2(scale, gap) / math.pi, 0.5)
 
 
 def log_prob_above(scale: Tensor, gap: Tensor) -> Tensor:

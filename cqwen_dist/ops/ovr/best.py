@@ -78,7 +78,7 @@ def best_word(u: Cauchy, head: WordHead, sizes: Tensor | None, near: Tensor | No
     if not 0 < words.numel() * FEW <= rows:  # no candidates at all: the scores are NaN
         return strongest(*all_scores(u, used))
     if words.numel() == 1:
-        return words.repeat(len(gap))
+        return words.expand(len(gap))
     scale = product(u.scale.to(used.weight.dtype), used.weight[words].abs())
     return words[strongest(gap[:, words], Cauchy(loc[:, words], scale))]
 
@@ -118,8 +118,7 @@ def _candidates(gap: Tensor, s: Tensor, sizes: Tensor) -> Tensor:
     bounds = ((of_s @ BOUNDS.to(s)).view(-1, 2) @ sizes).clamp_(min=0.0).view(-1, 2, 2, gap.shape[1])
     # Which end of the scale's bounds gives the largest z depends on the side of the threshold
     z = strength(gap[:, None, None], bounds)
-    least = z.amin(2).amax((1, 2))
-    return (z.amax(2).amin(1) >= least[:, None]).any(0).nonzero()[:, 0]
+    return (z.amax(2).amin(1) >= z.amin(2).amax((1, 2))[:, None]).any(0).nonzero()[:, 0]
 
 
 def strength(gap: Tensor, scale: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ TILES = {
 }
 
 
+@torch.no_grad()
 def word_scores(u: Cauchy, weight: Tensor) -> Cauchy:
     """S of all words, without bias: Cauchy [N, v], fp32 (fp64 for an fp64 weight). No gradient.
 
@@ -43,7 +44,8 @@ def word_scores(u: Cauchy, weight: Tensor) -> Cauchy:
     """
     both_bf16 = u.loc.dtype == weight.dtype == torch.bfloat16
     tokens = weight.dtype if both_bf16 else torch.promote_types(weight.dtype, torch.float32)
-    return Cauchy(*_BOTH_PRODUCTS(u.loc.to(tokens), u.scale.to(tokens), weight))
+    both = _BOTH_PRODUCTS if torch.compiler.is_compiling() else _both  # 80 us less for the host
+    return Cauchy(*both(u.loc.to(tokens), u.scale.to(tokens), weight))
 
 
 def abs_blocks(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
