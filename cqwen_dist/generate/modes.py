@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.ops.cauchy import Cauchy, log_prob_above, prob_above
-from cqwen_dist.ops.ovr.best import all_scores, best_word, strongest
+from cqwen_dist.ops.ovr.best import RowSizes, all_scores, best_word, strongest
 
 ModeName = str | Mapping[str, str]  # as `mode_names` reads it
 
@@ -102,7 +102,7 @@ class Options:
     # For `compatible` and `ovr`: (ids [B,t], logits [B,V]) -> logits.
     processors: Callable[[Tensor, Tensor], Tensor] | None = None
     added_from: int | None = None  # for `compatible`: rows from this one on were added to the base; never chosen
-    sizes: Tensor | None = None  # `row_sizes` of W_cls, with which `best_word` needs fewer scales; None: all scales
+    sizes: RowSizes | None = None  # row norms of W_cls, with which `best_word` needs fewer scales; None: all scales
     near: Tensor | None = None  # W_cls in bf16, for the shortlist of `best_word`
 
 
@@ -225,7 +225,7 @@ class Mode:
             return Laws(*2 * (Cauchy(*action.add_noise(u)),))
         law, rest = u, self.noise_of(action, u).scale
         if self.drawn == "noise":
-            law, rest = Cauchy(rest, action.b_noise.abs().expand_as(u.loc)), u.scale
+            law, rest = Cauchy(torch.zeros_like(u.loc), action.b_noise.abs().expand_as(u.loc)), u.scale
         words, numbers = draws.from_law(law, self.once)
         numbers = action.number_head.individual(Cauchy(law.loc, law.scale * draws.temperature), numbers)
         if self.drawn == "noise":

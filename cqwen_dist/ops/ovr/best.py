@@ -3,11 +3,11 @@
 argmax_k z_k, z_k = (loc_k - C_k)/scale_k, needs each loc_k (one pass over W) but only a few scale_k = |W_k| . s. By
 Cauchy-Schwarz around the mean of s,
 
-    | |W_k| . s  -  C mean |W_k| mean(s) |  <=  C std |W_k| std(s)
+    | |W_k| . s  -  mean(s) ||W_k||_1 |  <=  || |W_k| - mean |W_k| ||_2  || s - mean(s) ||_2
 
-and min(s) C mean |W_k| <= |W_k| . s <= max(s) C mean |W_k|. So two numbers per row, computed once, bound all scale_k
-and z_k. The exact z_k is only computed for words whose upper bound reaches the best lower bound, or for all words if
-there are too many of these. The result is exact.
+and min(s) ||W_k||_1 <= |W_k| . s <= max(s) ||W_k||_1. So two numbers per row, computed once, bound all scale_k and
+z_k. The exact z_k is only computed for words whose upper bound reaches the best lower bound, or for all words if there
+are too many of these. The result is exact.
 
 The number of remaining words depends on the data. On a GPU the host would have to wait for it, and a compiled step
 cannot have such a shape. So on a GPU, and for more than a few tokens, one pass over W computes all scores
@@ -20,6 +20,8 @@ best one. On 8,385 positions of GSM8K with SmolLM2 this never happened (without 
 
 Shape letters: N tokens, C causal dimensions, v words of the slice, m candidates.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,25 +40,27 @@ LISTED = 8  # groups in the shortlist
 SLACK = 1e-4  # relative slack of the bounds: more than the rounding of fp32 sums of a few thousand terms
 
 
-# (mean, std, min, max) of s -> factors of a row's sizes in its bounds: low, high by mean and std, then by min and max
-LESS, MORE = 1 - SLACK, 1 + SLACK
-BOUNDS = torch.tensor(
-    [[LESS, 0, MORE, 0, 0, 0, 0, 0], [0, -MORE, 0, MORE, 0, 0, 0, 0], [0] * 4 + [LESS, 0, 0, 0], [0] * 6 + [MORE, 0]],
-    device="cpu",
-)
+class RowSizes(NamedTuple):
+    """Row norms that bound |W_k| . s, [v] fp32 each."""
+
+    l1: Tensor  # ||W_k||_1
+    spread: Tensor  # || |W_k| - mean |W_k| ||_2
 
 
 @torch.no_grad()
-def row_sizes(weight: Tensor) -> Tensor:
-    """C mean |W_k| and C std |W_k|, [2, v] fp32, of all rows of weight [v, C], in one pass without a copy."""
-    sizes = weight.new_empty(2, len(weight), dtype=torch.promote_types(weight.dtype, torch.float32))
+def row_sizes(weight: Tensor) -> RowSizes:
+    """The norms of all rows of weight [v, C], in one pass without a copy."""
+    real = torch.promote_types(weight.dtype, torch.float32)
+    l1, spread = (torch.empty(weight.shape[0], dtype=real, device=weight.device) for _ in range(2))
     for rows, block in abs_blocks(weight):
-        sizes[1, rows], sizes[0, rows] = torch.std_mean(block, 1, correction=0)
-    return sizes * weight.shape[1]
+        mean = block.mean(1, keepdim=True)
+        l1[rows] = mean[:, 0] * weight.shape[1]
+        spread[rows] = (block - mean).norm(dim=1)
+    return RowSizes(l1, spread)
 
 
 @torch.no_grad()
-def best_word(u: Cauchy, head: WordHead, sizes: Tensor | None, near: Tensor | None = None) -> Tensor:
+def best_word(u: Cauchy, head: WordHead, sizes: RowSizes | None, near: Tensor | None = None) -> Tensor:
     """argmax P [N] int64 over the words in use, with the tie rule of `seen.Seen`.
 
     u: U' [N, C]. head: the full vocabulary. sizes: `row_sizes` of its weight, for a few tokens on a CPU; None computes
@@ -74,11 +78,9 @@ def best_word(u: Cauchy, head: WordHead, sizes: Tensor | None, near: Tensor | No
         return strongest(*all_scores(u, used))
     loc = used.loc(u)
     gap = used.threshold.to(loc.dtype) - loc
-    words = _candidates(gap, u.scale.to(loc.dtype), sizes[:, :rows])
+    words = _candidates(gap, u.scale.to(loc.dtype), RowSizes(*(t[:rows] for t in sizes)))
     if not 0 < words.numel() * FEW <= rows:  # no candidates at all: the scores are NaN
         return strongest(*all_scores(u, used))
-    if words.numel() == 1:
-        return words.expand(len(gap))
     scale = product(u.scale.to(used.weight.dtype), used.weight[words].abs())
     return words[strongest(gap[:, words], Cauchy(loc[:, words], scale))]
 
@@ -112,13 +114,18 @@ def strongest(gap: Tensor, scores: Cauchy) -> Tensor:
     return first_best(strength(gap, scores.scale), scores.loc)
 
 
-def _candidates(gap: Tensor, s: Tensor, sizes: Tensor) -> Tensor:
-    """The words [m] that can be the best for at least one token; gap [N, v], s [N, C], sizes [2, v]."""
-    of_s = torch.stack([*torch.std_mean(s, 1, correction=0)[::-1], *s.aminmax(dim=1)], 1)
-    bounds = ((of_s @ BOUNDS.to(s)).view(-1, 2) @ sizes).clamp_(min=0.0).view(-1, 2, 2, gap.shape[1])
+def _candidates(gap: Tensor, s: Tensor, sizes: RowSizes) -> Tensor:
+    """The words [m] that can be the best for at least one token; gap [N, v], s [N, C]."""
+    mean = s.mean(1, keepdim=True)
+    centre = mean * sizes.l1
+    radius = (s - mean).norm(dim=1, keepdim=True) * sizes.spread
+    more, less = 1 + SLACK, 1 - SLACK
+    low = torch.maximum(centre * less - radius * more, s.amin(1, keepdim=True) * sizes.l1 * less)
+    high = torch.minimum(centre * more + radius * more, s.amax(1, keepdim=True) * sizes.l1 * more)
     # Which end of the scale's bounds gives the largest z depends on the side of the threshold
-    z = strength(gap[:, None, None], bounds)
-    return (z.amax(2).amin(1) >= z.amin(2).amax((1, 2))[:, None]).any(0).nonzero()[:, 0]
+    behind = gap > 0  # P < 1/2: a larger scale helps
+    least = strength(gap, torch.where(behind, low, high)).amax(1, keepdim=True)
+    return (strength(gap, torch.where(behind, high, low)) >= least).any(0).nonzero()[:, 0]
 
 
 def strength(gap: Tensor, scale: Tensor) -> Tensor:
