@@ -20,10 +20,12 @@ from rich.table import Table
 from torch import Tensor
 from transformers import CompileConfig
 
+from benchmarks.launches import Launches
 from benchmarks.timing import device_name, in_turn, seconds_of
 from cqwen_dist.config.architectures.base_architecture import USUAL
 from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
 from cqwen_dist.model.base_loading import build_base
+from cqwen_dist.ops.ovr.best import A_FEW
 from cqwen_dist.ops.products import dtype_of
 
 MODES = ("standard", "compatible", "ovr", "causal", "individual", "noise", "sample")
@@ -66,7 +68,8 @@ def run(
         results += [{"batch": batch, **row} for row in _timed(works, rounds, batch * new_tokens)]
     shape = {"hidden": hidden, "layers": layers, "vocab": vocab, "prompt": prompt, "new_tokens": new_tokens}
     place = {"device": device_name(ids.device), "precision": precision, "compiled": compile_on_cpu or ids.is_cuda}
-    return {"shape": shape, "rounds": rounds, **place, "results": results}
+    launched = operations((THEIRS, *modes)) if "dynamic" in caches else {}
+    return {"shape": shape, "rounds": rounds, **place, "results": results, "operations": launched}
 
 
 def prepared(
@@ -86,6 +89,25 @@ def prepared(
     modes = () if name == THEIRS else (name,)
     work = _contenders(base, model, modes, cache, new_tokens, compile_on_cpu=False)[name]
     return partial(work, _prompts(batch, 32, vocab).to(device))
+
+
+def operations(names: Sequence[str], layers: int = 4) -> dict[str, float]:
+    """Operations that the host launches for a decoded token with a dynamic cache, by contender.
+
+    Counted on a CPU, with more prompts than those for which `ops.ovr.best` takes its way of a few tokens on a CPU.
+    """
+    found = {}
+    for name in names:
+        counts = []
+        for tokens in (8, 24):
+            place = torch.device("cpu")
+            work = prepared(name, A_FEW + 1, "dynamic", place, tokens, hidden=128, layers=layers, vocab=2048)
+            with torch.no_grad(), Launches() as seen:
+                work()
+                seen.end("")
+            counts.append(seen.operations[""].total())
+        found[name] = (counts[1] - counts[0]) / 16
+    return found
 
 
 def _prompts(batch: int, length: int, vocab: int) -> Tensor:
@@ -174,8 +196,10 @@ def table(result: dict[str, Any]) -> Table:
     """The result of `run` for a terminal."""
     steps = "static steps compiled" if result["compiled"] else "nothing compiled"
     place = f"{result['device']}, backbone in {result['precision']}, {steps}"
+    launched = ", ".join(f"{name} {count:.0f}" for name, count in result["operations"].items())
+    note = f"operations a token with a dynamic cache, four layers: {launched}" if launched else None
     title = f"tokens/s of all modes and of Hugging Face's generate, {result['shape']}, {place}"
-    shown = Table("batch", "cache", "", "tokens/s", "ratio", "least", "most", title=title)
+    shown = Table("batch", "cache", "", "tokens/s", "ratio", "least", "most", title=title, caption=note)
     for row in result["results"]:
         numbers = [row[name] for name in ("tokens_per_s", "ratio", "ratio_least", "ratio_most") if name in row]
         cells = ["skipped", row["skipped"]] if "skipped" in row else [f"{number:.2f}" for number in numbers]
