@@ -33,8 +33,6 @@ Real = Annotated[float, Field(strict=True)]
 NonNegative = Annotated[float, Field(ge=0, strict=True)]
 Above0 = Annotated[float, Field(gt=0, strict=True)]
 Share = Annotated[float, Field(ge=0, lt=1, strict=True)]
-# A mapping key. JSON keys are text, so digits as text are accepted.
-WordId = Annotated[int, BeforeValidator(no_bool), Field(ge=0)]
 
 
 def refused(key: str, found: object, allowed: str = "") -> PydanticCustomError:

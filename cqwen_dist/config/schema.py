@@ -14,17 +14,27 @@ from cqwen_dist.config.data import DataConfig, NumberPolicy
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.fields import Above0, NonNegative, Positive, Section, Seed, refused, unless
 from cqwen_dist.config.shape import ARITHMETIC, NONE
-from cqwen_dist.config.training import (
-    ConstraintConfig,
-    FeatureCacheConfig,
-    LossConfig,
-    ParallelConfig,
-    RunConfig,
-    Stage,
-    Trace,
-)
+from cqwen_dist.config.training import ConstraintConfig, LossConfig, ParallelConfig, RunConfig, Stage
 
 NO_FP16 = "fp16 needs a loss scale, which the heads outside DeepSpeed do not have; bf16 has the range of fp32"
+
+
+class FeatureCacheConfig(Section):
+    """For stages that train nothing before z: compute z once, store it, and train the heads on it."""
+
+    mode: Literal["auto", "never"] = "auto"
+    """auto: use the cache if it exists, or if it is possible and worthwhile."""
+    dir: str | None = Field(None, min_length=1)
+    """Folder for a cache shared by multiple runs; default: in the run folder, for one stage."""
+
+
+class Trace(Section):
+    """A trace of some steps by torch's profiler, on rank 0, in DIR/profile; the costliest operators are printed."""
+
+    start: Positive = 20
+    """First step of the trace."""
+    steps: Positive = 3
+    """Number of steps."""
 
 
 class TrainConfig(Section):

@@ -8,24 +8,15 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from cqwen_dist.config.architectures.base_architecture import USUAL_TARGETS
 from cqwen_dist.config.custom import import_path
 from cqwen_dist.config.errors import Said, UserError, refuse_ranks
-from cqwen_dist.config.fields import (
-    Above0,
-    Count,
-    NonNegative,
-    Positive,
-    Section,
-    Share,
-    WordId,
-    no_bool,
-    refused,
-    unless,
-)
+from cqwen_dist.config.fields import Above0, Count, NonNegative, Positive, Section, Share, no_bool, refused, unless
 from cqwen_dist.config.trainable import GROUPS, HEADS, OF_WORDS
 
 if TYPE_CHECKING:
     Group = str
 else:
     Group = Literal[GROUPS]
+# A mapping key. JSON keys are text, so digits as text are accepted.
+WordId = Annotated[int, BeforeValidator(no_bool), Field(ge=0)]
 # Metrics with these endings are better when higher, the remaining ones when lower.
 _RISING = ("accuracy", "precision", "recall", "f1")
 
@@ -95,24 +86,6 @@ class ParallelConfig(Section):
         kv_heads = architecture.get("num_key_value_heads") or heads
         if kv_heads % size and size % kv_heads:
             raise UserError(key, size, f"a divisor or a multiple of the base's {kv_heads} key-value heads")
-
-
-class FeatureCacheConfig(Section):
-    """For stages that train nothing before z: compute z once, store it, and train the heads on it."""
-
-    mode: Literal["auto", "never"] = "auto"
-    """auto: use the cache if it exists, or if it is possible and worthwhile."""
-    dir: str | None = Field(None, min_length=1)
-    """Folder for a cache shared by multiple runs; default: in the run folder, for one stage."""
-
-
-class Trace(Section):
-    """A trace of some steps by torch's profiler, on rank 0, in DIR/profile; the costliest operators are printed."""
-
-    start: Positive = 20
-    """First step of the trace."""
-    steps: Positive = 3
-    """Number of steps."""
 
 
 class LoraConfig(Section):

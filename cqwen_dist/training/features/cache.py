@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
+from cqwen_dist.config.schema import FeatureCacheConfig
 from cqwen_dist.config.trainable import FEATURE_GROUPS
-from cqwen_dist.config.training import FeatureCacheConfig
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.loader import EvalLoader, Loader
 from cqwen_dist.heads.beside import before_beside

@@ -13,7 +13,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from cqwen_dist.config.training import Trace
+from cqwen_dist.config.schema import Trace
 
 COSTLIEST = 5  # operators to name
 
