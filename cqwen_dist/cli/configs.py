@@ -39,6 +39,7 @@ def init(
     """Look at your data, write a commented config for it, and check both."""
     from cqwen_dist.config.data import DataConfig
     from cqwen_dist.config.reading import load_config
+    from cqwen_dist.config.templates import template
     from cqwen_dist.data.amount import amount_of, cut_apart, suited
     from cqwen_dist.data.recipes import recognise
     from cqwen_dist.data.records import ReadReport
@@ -52,7 +53,20 @@ def init(
     amount = amount_of(read, Path(base).expanduser())
     suits = suited(amount, facts.get("max_position_embeddings"), read.target_field is not None)
     cut = [*cut_apart(amount, read, suits.length)]
-    text = _config(data, base, facts, recipe, suits, out)
+    hidden = facts.get("hidden_size", _HIDDEN)
+    text = template("cqwen_dist.cli", "init.yaml.j2").render(
+        name=json.dumps(recipe.name)[1:-1],
+        base=base,
+        data=data,
+        suits=suits,
+        keys=recipe.keys,
+        rate=f"{dense_rate(hidden):.1e}",
+        dense=DENSE,
+        hidden=hidden,
+        guess="" if facts else " of Qwen2.5-0.5B (put your base's)",
+        groups=", ".join(f"{group}: {own:.1e}" for group, own in group_rates(hidden).items()),
+        run=f"runs/{slug(out.stem)}",
+    )
     with writing("--out", out), written_whole(out) as partial:
         partial.write_text(text, encoding="utf-8")
         checked = load_config(partial)
@@ -90,26 +104,6 @@ def _facts_of(base: str) -> dict[str, Any]:
         return {**found, "hidden_size": int(found["hidden_size"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError("--base", base, f"a folder with a config.json of a model ({error})") from None
-
-
-def _config(data: str, base: str, facts: dict[str, Any], recipe: Any, suits: Any, out: Path) -> str:
-    from cqwen_dist.config.templates import template
-
-    hidden = facts.get("hidden_size", _HIDDEN)
-    text: str = template("cqwen_dist.cli", "init.yaml.j2").render(
-        name=json.dumps(recipe.name)[1:-1],
-        base=base,
-        data=data,
-        suits=suits,
-        keys=recipe.keys,
-        rate=f"{dense_rate(hidden):.1e}",
-        dense=DENSE,
-        hidden=hidden,
-        guess="" if facts else " of Qwen2.5-0.5B (put your base's)",
-        groups=", ".join(f"{group}: {own:.1e}" for group, own in group_rates(hidden).items()),
-        run=f"runs/{slug(out.stem)}",
-    )
-    return text
 
 
 def validate(config: ConfigFile, overrides: Overrides = None) -> None:

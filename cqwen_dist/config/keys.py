@@ -65,8 +65,7 @@ def sections_of(key: dict[str, Any]) -> list[str]:
 def schema_markdown(schema: dict[str, Any]) -> str:
     """The schema as Markdown, one table per section. schema: from `json_schema`, parsed."""
     top = {"description": "A whole run.", **schema}
-    text: str = template("cqwen_dist.config", "keys.md.j2").render(sections=_sections("", top, schema["$defs"]))
-    return text
+    return template("cqwen_dist.config", "keys.md.j2").render(sections=_sections("", top, schema["$defs"]))
 
 
 def _sections(path: str, section: dict[str, Any], known: dict[str, Any]) -> Iterator[tuple[str, str, Any, list[Any]]]:

@@ -4,13 +4,12 @@ import json
 import shlex
 from functools import cache, partial
 from importlib.resources import files
-from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 
 
 @cache
-def template(package: str, name: str) -> Any:
+def template(package: str, name: str) -> Template:
     """A template of a package, for shell and YAML. Filters: sh and words quote for a shell, quoted as in JSON."""
     environment = Environment(
         undefined=StrictUndefined,

@@ -84,9 +84,8 @@ def seconds_of(limit: str) -> float:
 
 def render(job: Job) -> str:
     """A job's complete script."""
-    return str(
-        template("cqwen_dist.tools.slurm", "job.sbatch.j2").render(job=job, shipped=None, directives=job.directives())
-    )
+    text = template("cqwen_dist.tools.slurm", "job.sbatch.j2")
+    return text.render(job=job, shipped=None, directives=job.directives())
 
 
 def plan_job(
