@@ -36,11 +36,8 @@ def rows_with_number(vocab_size: int, used: int, num_token_id: int) -> int:
     if vocab_size <= min(used, num_token_id) and used <= vocab_size + 1:
         rows = (used // BLOCK + 1) * BLOCK
     if max(num_token_id + 1, used) > rows:
-        raise UserError(
-            "model.num_token_id",
-            f"no row for <NUM>: id {num_token_id} of a tokenizer with {used} words",
-            f"ids below the model's vocabulary size {rows}",
-        )
+        found = f"no row for <NUM>: id {num_token_id} of a tokenizer with {used} words"
+        raise UserError("model.num_token_id", found, f"ids below the model's vocabulary size {rows}")
     return rows
 
 

@@ -5,7 +5,7 @@ Reading imports no torch, uses no network and writes no file.
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -90,23 +90,23 @@ def _validated(tree: dict[str, Any], lines: Mapping[Any, int], path: str, overri
             key, found, allowed = tuple(error.key.split(".")), error.found, error.allowed
         else:
             key, found, allowed = explain(error, tree)
-        where = path
-        # Name the place that set the value: the override or file line for the longest known prefix of the key.
-        prefixes = [key[:end] for end in range(len(key), 0, -1)]
-        replaced = next((overridden[prefix] for prefix in prefixes if prefix in overridden), None)
-        if replaced is not None:  # the override replaced the file's value
-            raise UserError(".".join(key), found, allowed, _where(replaced)) from None
-        for prefix in prefixes:
-            if prefix in lines:
-                where = f"{path}, line {lines[prefix]}"
-                break
-            below = [text for changed, text in overridden.items() if changed[: len(prefix)] == prefix]
-            if below:
-                where = _where(below[-1])
-                break
-        raise UserError(".".join(key), found, allowed, where) from None
+        raise UserError(".".join(key), found, allowed, next(_places_of(key, lines, path, overridden))) from None
     except RecursionError:
         raise UserError("config", Said("values nested too deep"), "a few levels", path) from None
+
+
+def _places_of(
+    key: tuple[str, ...], lines: Mapping[Any, int], path: str, overridden: Mapping[Any, str]
+) -> Iterator[str]:
+    """What set a key's value, likeliest first: the override or file line for the longest known prefix of the key."""
+    prefixes = [key[:end] for end in range(len(key), 0, -1)]
+    yield from (_where(overridden[prefix]) for prefix in prefixes if prefix in overridden)  # in place of the file's
+    for prefix in prefixes:
+        if prefix in lines:
+            yield f"{path}, line {lines[prefix]}"
+        below = [text for changed, text in overridden.items() if changed[: len(prefix)] == prefix]
+        yield from map(_where, below[-1:])
+    yield path
 
 
 def _read(path: Path) -> str:

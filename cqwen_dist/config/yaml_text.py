@@ -6,6 +6,7 @@ JSON Schema that they validate with, follow 1.2; so does this module. `parse` in
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 import yaml
@@ -72,23 +73,19 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _scalar(read: Callable[[str], Any], allowed: str) -> Callable[[_Loader, yaml.Node], Any]:
-    """A PyYAML constructor. Rejects invalid values, which need an explicit tag or too many digits to get here."""
-
-    def construct(loader: _Loader, node: yaml.Node) -> Any:
-        text = str(loader.construct_scalar(node))  # type: ignore[arg-type]
-        try:
-            return read(text)
-        except (ValueError, KeyError):
-            raise UserError("config", text, allowed, f"line {node.start_mark.line + 1}") from None
-
-    return construct
+def _scalar(read: Callable[[str], Any], allowed: str, loader: _Loader, node: yaml.Node) -> Any:
+    """A node's value. Rejects invalid values, which need an explicit tag or too many digits to get here."""
+    text = str(loader.construct_scalar(node))  # type: ignore[arg-type]
+    try:
+        return read(text)
+    except (ValueError, KeyError):
+        raise UserError("config", text, allowed, f"line {node.start_mark.line + 1}") from None
 
 
 for _kind, _pattern, _first, _read, _allowed in _SCALARS:
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(_TAG + _kind, re.compile(f"^(?:{_pattern})$"), _first)
-    _Loader.add_constructor(_TAG + _kind, _scalar(_read, _allowed))
+    _Loader.add_constructor(_TAG + _kind, partial(_scalar, _read, _allowed))
 
 
 def parse(text: str) -> tuple[Any, dict[Path, int]]:
