@@ -125,19 +125,16 @@ def date_parts(cells: Sequence[str], learnt: np.ndarray) -> np.ndarray | None:
     if form is None:
         return None
     none = [np.nan] * 6
-    parts = np.array([none if (at := _date(cell, form)) is None else _parts(at) for cell in cells])
+    parts = np.array([_date(cell, form) or none for cell in cells])
     return parts if len(np.unique(parts[learnt, 5])) > 1 else parts[:, :5]
 
 
-def _date(cell: str, form: str) -> datetime | None:
+def _date(cell: str, form: str) -> list[float] | None:
     try:
-        return datetime.strptime(cell, form) if form else datetime.fromisoformat(cell) if "-" in cell else None
+        at = datetime.strptime(cell, form) if form else datetime.fromisoformat(cell) if "-" in cell else None
     except ValueError:
         return None
-
-
-def _parts(at: datetime) -> list[float]:
-    return [at.year, at.month, at.day, at.weekday(), at.toordinal(), at.hour + at.minute / 60]
+    return None if at is None else [at.year, at.month, at.day, at.weekday(), at.toordinal(), at.hour + at.minute / 60]
 
 
 ALPHAS = np.logspace(-3, 4, 15)
@@ -172,14 +169,6 @@ class TargetUnit(NamedTuple):
     low: float
     high: float
 
-    @classmethod
-    def of(cls, learnt: np.ndarray, by_log: bool) -> "TargetUnit":
-        y = signed_log(learnt) if by_log else learnt
-        return cls(by_log, float(y.min()), float(y.max()))
-
-    def forward(self, values: np.ndarray) -> np.ndarray:
-        return signed_log(values) if self.by_log else values
-
     def back(self, found: np.ndarray) -> np.ndarray:
         """In the raw unit, held in the range and `MARGIN` of its width beyond either end."""
         further = MARGIN * (self.high - self.low)
@@ -193,8 +182,8 @@ def baselines(
     """Fits the models one by one. texts: every row as one text, without the target. by_log: fits logarithms."""
     values = table.values()
     yield Rival("always the median", np.full(len(test), np.median(values[train])), ABSOLUTE)
-    unit = TargetUnit.of(values[train], by_log)
-    y = unit.forward(values)
+    y = signed_log(values) if by_log else values
+    unit = TargetUnit(by_log, float(y[train].min()), float(y[train].max()))
     order = np.random.default_rng(0).permutation(train)
     held_out = np.array_split(order, FOLDS)[: FOLDS if len(train) <= FEW else 1]
     folds = [(EncodedRows(table, texts, y, np.setdiff1d(train, held)), held) for held in held_out]
@@ -218,9 +207,9 @@ def _models(rows: EncodedRows) -> dict[str, Callable[[EncodedRows], Ways]]:
     if rows.has_words:
         found["ridge, TF-IDF and one-hot"] = lambda of: _ridge(of, of.linear)
         found["ridge, TF-IDF of words and pairs"] = _words
-    found["gradient boosting"] = lambda of: _trees(of, _histograms)
+    found["gradient boosting"] = lambda of: _trees(of, _histograms, "squared_error", "absolute_error")
     if find_spec("lightgbm"):
-        found["LightGBM"] = lambda of: _trees(of, _lightgbm)
+        found["LightGBM"] = lambda of: _trees(of, _lightgbm, "l2", "l1")
     if find_spec("catboost"):
         found["CatBoost"] = _catboost
     return found
@@ -254,27 +243,25 @@ def _words(of: EncodedRows) -> Ways:
     return {f"{way}{kind}": fit for kind, x in kinds.items() for way, fit in _ridge(of, x).items()}
 
 
-def _trees(of: EncodedRows, make: Callable[[bool, int], Any]) -> Ways:
-    """Boosted trees. make: (whether to the absolute error, the least rows in a leaf) -> the model."""
+def _trees(of: EncodedRows, make: Callable[[str, int], Any], squared: str, absolute: str) -> Ways:
+    """Boosted trees. make: (loss, least rows in a leaf) -> the model. squared, absolute: the losses' names."""
 
-    def fitted(absolute: bool, rows: np.ndarray) -> np.ndarray:
+    def fitted(loss: str, rows: np.ndarray) -> np.ndarray:
         least = min(20, max(2, len(of.learnt) // 20))  # 20, the usual one, leaves small tables without a split
-        model = make(absolute, least).fit(of.dense[of.learnt], of.y[of.learnt])
+        model = make(loss, least).fit(of.dense[of.learnt], of.y[of.learnt])
         return np.asarray(model.predict(of.dense[rows]))
 
-    return {SQUARED: partial(fitted, False), ABSOLUTE: partial(fitted, True)}
+    return {SQUARED: partial(fitted, squared), ABSOLUTE: partial(fitted, absolute)}
 
 
-def _histograms(absolute: bool, least: int) -> Any:
-    loss = "absolute_error" if absolute else "squared_error"
+def _histograms(loss: str, least: int) -> Any:
     return HistGradientBoostingRegressor(loss=loss, min_samples_leaf=least, random_state=0)
 
 
-def _lightgbm(absolute: bool, least: int) -> Any:
+def _lightgbm(loss: str, least: int) -> Any:
     from lightgbm import LGBMRegressor
 
     options = {"n_jobs": 1, "verbose": -1}  # its threads wait for each other by spinning: ruinous next to other work
-    loss = "l1" if absolute else "l2"
     return LGBMRegressor(objective=loss, n_estimators=300, learning_rate=0.05, min_child_samples=least, **options)
 
 

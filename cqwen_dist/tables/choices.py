@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from cqwen_dist.config.templates import template
 from cqwen_dist.config.trainable import DENSE, dense_rate
 from cqwen_dist.heads.targets import signed_log
 from cqwen_dist.tables.fit_request import FitRequest
+from cqwen_dist.tables.rows import WHY, Parts, some_of
 from cqwen_dist.tables.wide.wide_start import SEARCHED
 
 RANDOM_FEATURES = 6144  # with 2,048, the error on concrete is 5 % larger and varies by 9 % over four draws
@@ -142,6 +144,34 @@ def choose(
     return Chosen(kept, in_all, best_transform(values), length, batch, heads, epochs, trained / 60)
 
 
+def in_time(
+    request: FitRequest,
+    parts: Parts,
+    values: np.ndarray,
+    lengths: np.ndarray,
+    longest: int,
+    pace: Pace,
+    say: Callable[[str], None],
+    minutes: float,
+) -> tuple[Parts, Chosen]:
+    """The rows that can be read in the time, and the settings. minutes: that are left."""
+    tokens = lengths[parts.train]
+    counts = len(parts.valid), len(parts.test)
+    # As if the runs of all seeds or folds came one after the other: they share the base and z, so some time is left
+    choice = choose(values[parts.train], tokens, *counts, pace, minutes / request.runs, longest)
+    if (had := tuple(map(len, parts))) != choice.rows:
+        kept = ", ".join(f"{n:,} of {of:,} {why}" for n, of, why in zip(choice.rows, had, WHY, strict=True))
+        say(f"note: {request.minutes:g} minutes are too few for all rows here (--minutes gives more). Drawn: {kept}")
+        parts = Parts(*(some_of(part, n, request.seed) for part, n in zip(parts, choice.rows, strict=True)))
+    if choice.epochs:
+        say(f"{choice.epochs:g} epochs of adapters, about {choice.stage_minutes:.0f} minutes; {pace.precision}")
+    else:
+        say(f"note: no time for adapters in {request.minutes:g} minutes: heads alone (--minutes gives more)")
+    in_all = choice.minutes * request.runs
+    say(f"the base reads {1 / pace.forward:.1f} rows a second here: about {in_all:.1f} more minutes in all")
+    return parts, choice
+
+
 def _reading_seconds(rows: np.ndarray, pace: Pace) -> float:
     """Estimated seconds to read the rows (to learn from, to watch, to judge by) and to fit the wide part on one core.
     The rows to watch are read twice, also for this fit."""
@@ -177,17 +207,16 @@ class FitFiles(NamedTuple):
 def fit_files(folder: Path, request: FitRequest) -> list[FitFiles]:
     """Of each seed or fold. Seeds have one table."""
     ends = ["", *(f"-{i}" for i in range(1, request.runs))]
-    tables = ends if request.folds > 1 else [""] * len(ends)
+    own_table = request.folds > 1
     return [
-        FitFiles(folder / f"fit{end}.yaml", folder / f"run{end}", folder / f"table{of}")
-        for end, of in zip(ends, tables, strict=True)
+        FitFiles(folder / f"fit{end}.yaml", folder / f"run{end}", folder / f"table{end * own_table}") for end in ends
     ]
 
 
 def config_text(files: FitFiles, base: str, choice: Chosen, pace: Pace, rows: int, seed: int, **data: Any) -> str:
     """A run's config as YAML with comments. data: prompt, text and target, for `data.prompt_template` and so on."""
     steps = round(choice.epochs * rows / choice.batch) or choice.heads_steps
-    text: str = template("cqwen_dist.tables", "fit.yaml.j2").render(
+    return template("cqwen_dist.tables", "fit.yaml.j2").render(
         config=files.config,
         base=base,
         train=str(files.table / "train.csv"),
@@ -205,4 +234,3 @@ def config_text(files: FitFiles, base: str, choice: Chosen, pace: Pace, rows: in
         every=max(25, -(-steps // EVALUATIONS)),
         run=str(files.run),
     )
-    return text

@@ -35,37 +35,14 @@ from cqwen_dist.prediction.learnt_table import learnt_table, shared_digits
 from cqwen_dist.prediction.table import predict_rows, prompts_of
 from cqwen_dist.run.files import BEST, FIT, START, appearing, file_record, not_followed, write_atomically, written_whole
 from cqwen_dist.tables.baselines import Rival, baselines, over_folds
-from cqwen_dist.tables.choices import (
-    LEAST_READ,
-    LONGEST,
-    Chosen,
-    FitFiles,
-    Pace,
-    choose,
-    config_text,
-    context_of,
-    fit_files,
-    measure_pace,
-)
+from cqwen_dist.tables.choices import LEAST_READ, LONGEST, config_text, context_of, fit_files, in_time, measure_pace
 from cqwen_dist.tables.fit_request import FitRequest
 from cqwen_dist.tables.judging import OURS, cells_of, conditional, errors, intervals, over_runs, shown_rows, verdict
-from cqwen_dist.tables.rows import (
-    Parts,
-    Table,
-    by_length,
-    drawn_folds,
-    held_out_rows,
-    read_parts,
-    read_table,
-    repeats,
-    some_of,
-    split,
-)
+from cqwen_dist.tables.rows import WHY, Parts, Table, by_length, drawn_parts, read_parts, read_table, repeats
 from cqwen_dist.training.callbacks import Callback, Moment
 
 EMPTY = "unknown"  # replaces an empty cell
 TOLD = 256  # rows between two progress lines
-WHY = ("to learn from", "to watch the training and set the intervals' width", "to judge by")  # `Parts`
 LONG = 3.0  # minutes in which all rows are surely read
 DIGITS = 7  # digits of a prediction after those common to all targets: the precision of fp32
 REQUEST = "request.json"
@@ -144,14 +121,14 @@ def prepare(
         if None not in (before, now) and before != now:
             found = Said(f"a fit of {file.name} as it was before")
             raise UserError("--out", found, f"the same table, or a folder that does not exist yet, not {folder}")
-    return [_prepared(files) for files in fit_files(folder, request)]
-
-
-def _prepared(files: FitFiles) -> Prepared:
-    config = load_config(files.config)
-    table, parts = read_parts(files.table, given_forms(config.data) or {})
-    extract = Extractor(config.data, Chat(), table.forms)
-    return Prepared(table, parts, ["".join(extract.before(row)) for row in table.written], config, files.run)
+    made = []
+    for files in fit_files(folder, request):
+        config = load_config(files.config)
+        table, parts = read_parts(files.table, given_forms(config.data) or {})
+        extract = Extractor(config.data, Chat(), table.forms)
+        prompts = ["".join(extract.before(row)) for row in table.written]
+        made.append(Prepared(table, parts, prompts, config, files.run))
+    return made
 
 
 def request_of(folder: Path) -> tuple[FitRequest, dict[str, Any] | None]:
@@ -166,44 +143,32 @@ def _begin(request: FitRequest, draft: Path, folder: Path, say: Callable[[str], 
     """Choose the settings, and write the parts and the config into `draft`, which is later renamed to `folder`."""
     template = request.template or ""
     table = read_table(request.table, request.target, request.text_columns, request.decimal_comma, template)
-    drawn = _drawn(request, table)
-    for note in (*table.notes, *repeats(table.equal(), drawn[0])):
+    splits = drawn_parts(request, table)
+    for note in (*table.notes, *repeats(table.equal(), splits[0])):
         say(f"note: {note}")
-    counts = ", ".join(f"{len(part):,} {why}" for part, why in zip(drawn[0], WHY, strict=True))
+    counts = ", ".join(f"{len(part):,} {why}" for part, why in zip(splits[0], WHY, strict=True))
     say(f"{len(table.rows):,} rows: {counts}; {len(table.columns)} columns, {len(table.numeric)} of numbers")
     if request.folds > 1:
         say(f"{request.folds} such folds: each row is judged once, by a run that has not learnt from it")
     template = request.template or column_lines(table.columns) + f"{table.target}: "
     prompts = prompts_of(template, table.columns, table.rows, EMPTY)
     tokenizer = NumericalAwareTokenizer.from_pretrained(request.base, key="--base")
-    lengths, read = np.zeros(len(prompts), np.int64), np.unique(np.concatenate([row for of in drawn for row in of]))
+    lengths, read = np.zeros(len(prompts), np.int64), np.unique(np.concatenate([row for of in splits for row in of]))
     lengths[read] = [len(ids) for ids, _ in tokenizer.encode_batch([prompts[row] for row in read])]
     templates: dict[str, Any] = {"prompt": template, "text": f"{{{table.target}}}", "target": table.target}
     templates |= {"numbers": by_form(table.forms), "empty": EMPTY}
     context = context_of(request.base)
     longest = min(LONGEST, context)
     say("timing the base on this machine")
-    pace = measure_pace(request.base, min(int(np.median(lengths[drawn[0].train])), longest), 3 * request.minutes)
+    pace = measure_pace(request.base, min(int(np.median(lengths[splits[0].train])), longest), 3 * request.minutes)
     for i, files in enumerate(fit_files(folder, request)):
-        if i < len(drawn):  # else another seed on the same rows
+        if i < len(splits):  # else another seed on the same rows
             tell = say if i == 0 else (lambda line: None)
-            parts = _readable(drawn[i], lengths, context, longest, request.table, tell)
-            parts, choice = _in_time(request, parts, table.values(), lengths, longest, pace, tell, clock)
+            parts = _readable(splits[i], lengths, context, longest, request.table, tell)
+            parts, choice = in_time(request, parts, table.values(), lengths, longest, pace, tell, clock.left())
             parts.write(draft / files.table.name, table)
         text = config_text(files, request.base, choice, pace, len(parts.train), request.seed + i, **templates)
         (draft / files.config.name).write_text(text, encoding="utf-8")
-
-
-def _drawn(request: FitRequest, table: Table) -> list[Parts]:
-    """The split, or one of each fold. Raises `UserError`."""
-    if request.split is not None and table.lost:
-        found = Said(f"{table.lost:,} rows without a {table.target}, which would shift the others' numbers")
-        raise UserError("--split", found, "a target in every row", request.table)
-    rows, equal = len(table.rows), table.equal()
-    tests: list[Sequence[int] | None] = [None if request.split is None else held_out_rows(request.split, rows)]
-    if request.folds > 1:
-        tests = [*drawn_folds(rows, request.seed, request.folds, equal)]
-    return [split(rows, request.seed, test, request.test_rows, equal) for test in tests]
 
 
 def _readable(
@@ -222,34 +187,6 @@ def _readable(
     if longer:
         say(f"note: {longer:,} rows of more than {longest:,} tokens are not trained on (fewer --text-columns shorten)")
     return parts
-
-
-def _in_time(
-    request: FitRequest,
-    parts: Parts,
-    values: np.ndarray,
-    lengths: np.ndarray,
-    longest: int,
-    pace: Pace,
-    say: Callable[[str], None],
-    clock: TimeLimit,
-) -> tuple[Parts, Chosen]:
-    """The rows that can be read in the time, and the settings."""
-    tokens = lengths[parts.train]
-    counts = len(parts.valid), len(parts.test)
-    # As if the runs of all seeds or folds came one after the other: they share the base and z, so some time is left
-    choice = choose(values[parts.train], tokens, *counts, pace, clock.left() / request.runs, longest)
-    if (had := tuple(map(len, parts))) != choice.rows:
-        kept = ", ".join(f"{n:,} of {of:,} {why}" for n, of, why in zip(choice.rows, had, WHY, strict=True))
-        say(f"note: {request.minutes:g} minutes are too few for all rows here (--minutes gives more). Drawn: {kept}")
-        parts = Parts(*(some_of(part, n, request.seed) for part, n in zip(parts, choice.rows, strict=True)))
-    if choice.epochs:
-        say(f"{choice.epochs:g} epochs of adapters, about {choice.stage_minutes:.0f} minutes; {pace.precision}")
-    else:
-        say(f"note: no time for adapters in {request.minutes:g} minutes: heads alone (--minutes gives more)")
-    minutes = choice.minutes * request.runs
-    say(f"the base reads {1 / pace.forward:.1f} rows a second here: about {minutes:.1f} more minutes in all")
-    return parts, choice
 
 
 class Judged(NamedTuple):
@@ -277,7 +214,8 @@ def judge(
     with written_whole(folder / "predicted.csv") as draft, draft.open("w", encoding="utf-8", newline="") as file:
         write_table(own, file)
     truth = np.concatenate([fold.truth for fold in judged])
-    predictions, ends = {OURS: predictions_of(own)}, ends_of(own)
+    predictions = {OURS: numbers_of(own, "predicted")}
+    ends = np.stack([numbers_of(own, "low_90"), numbers_of(own, "high_90")], 1)
     results: dict[str, dict[str, Any]] = {OURS: {**errors(predictions[OURS], truth), **intervals(ends, truth)}}
     for name, predicted, fitted_to in over_folds([fold.others for fold in judged]):
         predictions[name] = predicted
@@ -285,9 +223,9 @@ def judge(
     document = {"target": first.table.target, "rows": len(truth), "checkpoint": str(checkpoint), "by_log": first.by_log}
     document |= {"results": results, **verdict(predictions, truth)}
     if len(judged) > 1:
-        document["folds"] = over_runs([(predictions_of(fold.own), fold.truth) for fold in judged])
+        document["folds"] = over_runs([(numbers_of(fold.own, "predicted"), fold.truth) for fold in judged])
     elif len(folds) > 1:
-        seeds = [predictions[OURS], *(predictions_of(_predict(seed, say, clock)) for seed in folds[1:])]
+        seeds = [predictions[OURS], *(numbers_of(_predict(seed, say, clock), "predicted") for seed in folds[1:])]
         document["seeds"] = over_runs([(found, truth) for found in seeds])
     law = json.loads((first.run / START).read_text(encoding="utf-8"))["calibration"].get("law")
     document["verdict"] = f"{document['verdict']} Law of the numbers: {law}."
@@ -298,14 +236,9 @@ def judge(
     return document
 
 
-def predictions_of(rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    """The predicted values [n]."""
-    return np.array([row["predicted"] for row in rows])
-
-
-def ends_of(rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    """The 90 % intervals [n,2]."""
-    return np.array([[row["low_90"], row["high_90"]] for row in rows])
+def numbers_of(rows: Sequence[Mapping[str, Any]], column: str) -> np.ndarray:
+    """A column of the predicted rows [n]."""
+    return np.array([row[column] for row in rows])
 
 
 def _judged(made: Prepared, say: Callable[[str], None], clock: TimeLimit) -> Judged:

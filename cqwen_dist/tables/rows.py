@@ -19,7 +19,9 @@ from cqwen_dist.data.recipes import records_in, table_columns
 from cqwen_dist.data.text_files import write_table
 from cqwen_dist.prediction.learnt_table import OUTSIDE
 from cqwen_dist.prediction.table import NUMBER_COLUMNS
+from cqwen_dist.tables.fit_request import FitRequest
 
+WHY = ("to learn from", "to watch the training and set the intervals' width", "to judge by")  # `Parts`
 LEAST_ROWS = 20
 ENOUGH_VALID, MOST_VALID = 200, 400
 BLOCK = 256  # rows
@@ -168,6 +170,18 @@ def split(
     valid = min(max(round(len(rest) / 3), min(ENOUGH_VALID, round(2 * len(rest) / 3))), MOST_VALID)
     valid = _between(rest, valid, same)
     return Parts(np.sort(rest[valid:]), np.sort(rest[:valid]), held[:most])
+
+
+def drawn_parts(request: FitRequest, table: Table) -> list[Parts]:
+    """The split, or one of each fold. Raises `UserError`."""
+    if request.split is not None and table.lost:
+        found = Said(f"{table.lost:,} rows without a {table.target}, which would shift the others' numbers")
+        raise UserError("--split", found, "a target in every row", request.table)
+    rows, equal = len(table.rows), table.equal()
+    tests: list[Sequence[int] | None] = [None if request.split is None else held_out_rows(request.split, rows)]
+    if request.folds > 1:
+        tests = [*drawn_folds(rows, request.seed, request.folds, equal)]
+    return [split(rows, request.seed, test, request.test_rows, equal) for test in tests]
 
 
 def _in_random_order(rows: int, seed: int, same: Sequence[Any]) -> np.ndarray:
