@@ -45,7 +45,7 @@ class Entries(NamedTuple):
     phi: Tensor  # [B,T] of a number's value
     value: Tensor  # [B,T] the value itself, float64
     number: Tensor  # [B,T] 1 at numbers
-    symbols: Tensor  # [B,T]
+    symbols: Tensor  # [B,GRAMS-1+T] those before these tokens too
     text: Tensor  # [B,T] hash of the text up to here
     line: Tensor  # [B,T] hash of the line up to here
     words: Tensor  # [B,T] the same without the values of numbers
@@ -119,8 +119,8 @@ class WidePart(Beside):
         sums = since(own, found.begin, None if state is None else state.sums)
         own = self.numbers.read(found.name, found.phi, found.value, found.number)
         numbers = since(own, found.begin, None if state is None else state.numbers)
-        last = torch.cat([_symbols_before(found.symbols, state), found.symbols], 1)[:, 1 - GRAMS :]
         line, words = (part[:, -1] * (self.line_end[ids[:, -1]] == 0) for part in (found.line, found.words))
+        last = found.symbols[:, 1 - GRAMS :]
         behind = WideState(last, sums[..., -1], found.text[:, -1], line, words, numbers[..., -1])
         fold = fold_of(found.text)
         if keep is not None:  # the random features are the most expensive part
@@ -155,7 +155,8 @@ class WidePart(Beside):
         begin = torch.where(begins, at, -GRAMS).cummax(1).values
 
         # n-grams, each hashed from the one that is one token shorter
-        extended = torch.cat([_symbols_before(symbols, state), symbols], 1)
+        earlier = symbols.new_full((len(symbols), GRAMS - 1), _NOTHING) if state is None else state.symbols
+        extended = torch.cat([earlier, symbols], 1)
         width = symbols.shape[1]
         before = [
             extended[:, GRAMS - 1 - n : GRAMS - 1 - n + width].where(at - begin >= n, _NOTHING) for n in range(GRAMS)
@@ -180,7 +181,7 @@ class WidePart(Beside):
         number = (is_number & real).float()
         counts = torch.stack([real.float()] * GRAMS + [ends.float()], -1)
         of_numbers = name, phi(values) * number, values.double() * number, number
-        return Entries(columns, counts, *of_numbers, symbols, text, line, words, begin)
+        return Entries(columns, counts, *of_numbers, extended, text, line, words, begin)
 
 
 def lines_begin(columns: int) -> int:
@@ -191,10 +192,6 @@ def lines_begin(columns: int) -> int:
 def fold_of(text: Tensor) -> Tensor:
     """The fold, in [0, FOLDS), from the sum of the hashes of a text's positions."""
     return (_mixed(text) >> 40) % FOLDS
-
-
-def _symbols_before(symbols: Tensor, state: WideState | None) -> Tensor:
-    return symbols.new_full((len(symbols), GRAMS - 1), _NOTHING) if state is None else state.symbols
 
 
 def _hashes(before: Sequence[Tensor]) -> list[Tensor]:
