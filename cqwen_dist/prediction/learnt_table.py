@@ -15,17 +15,7 @@ from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import BadLine, Said, UserError
 from cqwen_dist.data.cells import TableCells, number_in
 from cqwen_dist.data.chat import Chat
-from cqwen_dist.data.columns import (
-    category,
-    cell_in,
-    columns_for,
-    columns_of,
-    forms_by,
-    kind_in,
-    kind_of,
-    sampled,
-    zones_in,
-)
+from cqwen_dist.data.columns import category, cell_in, columns_for, forms_by, kind_in, kind_of, sampled, zones_in
 from cqwen_dist.data.number_forms import Form, forms_of
 from cqwen_dist.data.records import Extractor, named_fields
 from cqwen_dist.heads.intervals import LEVELS
@@ -136,7 +126,7 @@ def compare(
 
     trained: from `described`. Raises: UserError for a column that cannot be written as in training.
     """
-    here = {*columns_of(records)}
+    here = {name for record in records for name in record}
     for name, was in trained.items():
         if name in here and was["kind"] != "empty":
             read = [_compared(name, was, cells, record.get(name), key) for record in records]
@@ -151,7 +141,10 @@ def _compared(
         text = cells.text(name, value)
     except BadLine as bad:
         return str(value), UserError(key, bad.found, bad.allowed)
-    if not text or _fits(was["kind"], text) or (was["kind"] == "number" and cells.number(name, text) is not None):
+    kind = was["kind"]
+    is_code = not kind.strip("0") and len(kind) == len(text)  # 12345 beside 05532
+    fits = kind == "text" or kind_of(text) == ("0" if is_code else kind)
+    if not text or fits or (kind == "number" and cells.number(name, text) is not None):
         return text, None
     return text, UserError(key, Said(f"{text} in the column {name}"), f"{_kind_said(was)} there, as in training")
 
@@ -220,11 +213,6 @@ def _outside(was: Mapping[str, Any], texts: list[str]) -> Iterator[str]:
 def beyond(number: float | None, low: float, high: float) -> float:
     """Distance of a number from a range, in range widths; 0 inside, and for a cell without a number."""
     return 0.0 if number is None else max(low - number, number - high, 0.0) / ((high - low) or abs(high) or 1.0)
-
-
-def _fits(kind: str, text: str) -> bool:
-    is_code = not kind.strip("0") and len(kind) == len(text)  # 12345 beside 05532
-    return kind == "text" or kind_of(text) == ("0" if is_code else kind)
 
 
 FILE = "table.json"  # in an exported folder

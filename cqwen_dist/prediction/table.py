@@ -30,37 +30,32 @@ DOUBTFUL = "doubtful"  # key of a row whose value is left out
 SORTED = 8  # batches
 
 
-def rows_of(rows: Any) -> tuple[list[str], list[dict[str, Any]]]:
-    """The rows of a table (a file, a DataFrame, or records) and before them their places, such as `file:line`.
-
-    A field that a record lacks is None. Raises `UserError`.
-    """
-    if isinstance(rows, (str, Path)):
-        found = placed_records(str(rows))
-    else:
-        found = [(f"row {number}", row) for number, row in enumerate(as_rows(rows, "rows"), 1)]
-    for where, row in found:
-        if not isinstance(row, Mapping):
-            raise UserError("rows", row, "a dict, cell by column", where)
-    columns = columns_of([row for _, row in found])
-    return [where for where, _ in found], [{name: row.get(name) for name in columns} for _, row in found]
-
-
 @contextmanager
 def placed_table(rows: Any, say: Callable[[str], None]) -> Iterator[tuple[list[dict[str, Any]], Unread]]:
-    """The rows of a table (`rows_of`), and a dict for why a row has no prediction; at the end `say` gets their number.
+    """The rows of a table (a file, a DataFrame, or records), and a dict for why a row has no prediction; at the end
+    `say` gets their number.
 
-    An error inside has the row's place, or the table's name, instead of FILE.
+    A field that a record lacks is None. An error inside has the row's place, such as `file:line`, or the table's name,
+    instead of FILE. Raises `UserError`.
     """
-    places, table = rows_of(rows)
+    is_file = isinstance(rows, (str, Path))
+    if is_file:
+        placed = placed_records(str(rows))
+    else:
+        placed = [(f"row {number}", row) for number, row in enumerate(as_rows(rows, "rows"), 1)]
+    for where, row in placed:
+        if not isinstance(row, Mapping):
+            raise UserError("rows", row, "a dict, cell by column", where)
+    columns = columns_of([row for _, row in placed])
+    table = [{name: row.get(name) for name in columns} for _, row in placed]
     unread: Unread = {}
 
     def with_place(error: UserError) -> UserError:
         if error.key != "FILE":
             return error
-        name = str(rows) if isinstance(rows, (str, Path)) else "rows"
+        name = str(rows) if is_file else "rows"
         row = next((row for row, one in unread.items() if one is error), None)
-        return UserError(name if row is None else places[row], error.found, error.allowed)
+        return UserError(name if row is None else placed[row][0], error.found, error.allowed)
 
     try:
         yield table, unread
