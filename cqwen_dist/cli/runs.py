@@ -14,17 +14,7 @@ import typer
 
 from cqwen_dist.cli.streams import outlive
 from cqwen_dist.config.errors import UserError, writing
-from cqwen_dist.console import (
-    AsJson,
-    ConfigFile,
-    Overrides,
-    Words,
-    echo,
-    load,
-    plain_console,
-    print_json,
-    quiet_libraries,
-)
+from cqwen_dist.console import AsJson, ConfigFile, Overrides, Words, echo, load, print_json, quiet_libraries
 from cqwen_dist.tools.slurm.resources import JobOptions, Resources
 
 SHIPPED = Path(__file__).parents[1] / "configs"  # also in a wheel
@@ -174,7 +164,7 @@ def quickstart(
     quiet_libraries()
     from cqwen_dist.tools.report.quickstart import show
 
-    metrics = show(config, overrides or [], plain_console(stderr=as_json))
+    metrics = show(config, overrides or [], as_json)
     if as_json:
         print_json(metrics)
 

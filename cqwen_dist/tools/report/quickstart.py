@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from cqwen_dist.checkpoint.manifest import latest_checkpoint
 from cqwen_dist.checkpoint.trained import load_trained
 from cqwen_dist.config import load_config
+from cqwen_dist.console import plain_console
 from cqwen_dist.generate.continuation import continue_text
 from cqwen_dist.run.files import STATE
 from cqwen_dist.tools.diabetes import diabetes_texts, ridge_error
@@ -21,8 +21,8 @@ from cqwen_dist.tools.report.run_data import read_run
 from cqwen_dist.training.evaluation.number_metrics import CALIBRATION
 
 
-def show(config_path: Path, overrides: Sequence[str], console: Console) -> dict[str, Any]:
-    """Export, generate for held-out patients and print the results. Returns the metrics."""
+def show(config_path: Path, overrides: Sequence[str], as_json: bool) -> dict[str, Any]:
+    """Export, generate for held-out patients and print the results, with as_json to stderr. Returns the metrics."""
     config = load_config(config_path, list(overrides))
     run = Path(config.run.dir)
     checkpoint = latest_checkpoint(run)
@@ -33,6 +33,7 @@ def show(config_path: Path, overrides: Sequence[str], console: Console) -> dict[
     export(run, out)
     model, tokenizer = load_trained(out)
 
+    console = plain_console(stderr=as_json)
     title = "What it learned (100 held-out patients)"
     table = Table("", "this model", "compared with", title=title, title_justify="left")
     for metric in main_metrics(read_run(run)):

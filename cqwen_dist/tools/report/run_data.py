@@ -117,16 +117,12 @@ def _read_metrics(path: Path, values: Values) -> tuple[list[Stretch], dict[str, 
             stages.append(Stretch(stage, max(step - 1, 0), step))
         stages[-1].stop = step
         for name, value in record.items():
-            if "/" in name:
-                _add(values, name, step, value)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if "/" in name and is_number and math.isfinite(value):
+                x, y = values.setdefault(name, ([], []))
+                x.append(step)
+                y.append(float(value))
     return stages, newest
-
-
-def _add(values: Values, name: str, step: float, value: Any) -> None:
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
-        x, y = values.setdefault(name, ([], []))
-        x.append(step)
-        y.append(float(value))
 
 
 def _curve(x: list[float], y: list[float]) -> Curve:

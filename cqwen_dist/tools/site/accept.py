@@ -168,8 +168,7 @@ def _differences(some: list[tuple[float, float]], others: list[tuple[float, floa
 
 def table(found: dict[str, Any]) -> Table:
     """The result of `Site.accept` as a table for a terminal."""
-    title = f"{found['ranks']} ranks"
-    out = Table("", "found", "allowed", "", title=title, title_justify="left")
+    out = Table("", "found", "allowed", "", title=f"{found['ranks']} ranks", title_justify="left")
     verdicts = {True: "passed", False: "FAILED", None: ""}
     for row in found["rows"]:
         out.add_row(row["what"], row["found"], row["allowed"], verdicts[row["passed"]])
