@@ -209,16 +209,10 @@ def _settled(name: str, own: _Readings, signs: set[str], delimiter: str) -> str:
     """
     english = delimiter == "," if not signs else signs == {"."}
     foreign = signs == {","}
-    if own.sign == "," and (english or not foreign):
-        if english:
-            return "."
-    elif own.sign == "," and not own.whole:
+    if english and (own.sign == "," or (own.sign == "." and not own.whole)):
+        return "."
+    if foreign and (own.sign == "." or (own.sign == "," and not own.whole)):
         return ","
-    elif own.sign == ".":
-        if foreign:
-            return ","
-        if english and not own.whole:
-            return "."
     cell, point, comma = own.twofold[0]
     shown = f"{own.whole} and {cell}" if own.whole else cell
     raise Unsettled(name, shown, point, comma)

@@ -93,8 +93,6 @@ class RunStatus:
         self, step: int, total_steps: int, stage: str | None, checkpoint: str | None = None, eta_s: float | None = None
     ) -> None:
         """Note the run's position. The file is written every few seconds."""
-        if not self._main:
-            return
         self._fields.update(step=step, total_steps=total_steps, stage=stage, eta_s=eta_s and round(eta_s, 1))
         if checkpoint not in (None, self._fields["checkpoint"]):
             self.write(checkpoint=checkpoint)
