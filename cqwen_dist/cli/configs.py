@@ -125,9 +125,8 @@ def _check_inputs(config: Any) -> list[str]:
         config.fit_sizes(read_architecture(config))
     else:
         notes.append(f"model.name_or_path: {name} is no folder here, so the base is not checked")
-    train = config.data.train
     try:
-        files = [file for source in as_list(train) for file in source_files(source, "data.train")]
+        files = [file for source in as_list(config.data.train) for file in source_files(source, "data.train")]
     except UserError as error:
         return [*notes, f"{error.key}: {error.found} here, so the data is not checked"]
     if any(file.startswith("hf:") for file in files):

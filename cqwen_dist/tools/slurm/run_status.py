@@ -29,11 +29,9 @@ def look(run_or_job: str) -> dict[str, Any]:
     if not folder.is_dir():
         if not run_or_job.replace("_", "").isdecimal():
             raise UserError("RUN", run_or_job, "a run's folder, or the id of a job")
-        job = job_of(run_or_job)
-        if job is None:
+        if (job := job_of(run_or_job)) is None:
             raise UserError("JOB", run_or_job, "a job that SLURM still knows (or the run's folder)")
-        found = _run_of(job)
-        if found is None:
+        if (found := _run_of(job)) is None:
             return {"status": "not started", "run": None, "job": _of_interest(job), "history": []}
         folder = found
     history = read_history(folder)
