@@ -40,14 +40,15 @@ def placed_table(rows: Any, say: Callable[[str], None]) -> Iterator[tuple[list[d
     """
     is_file = isinstance(rows, (str, Path))
     if is_file:
-        placed = placed_records(str(rows))
+        placed: list[tuple[str, Any]] = placed_records(str(rows))
     else:
         placed = [(f"row {number}", row) for number, row in enumerate(as_rows(rows, "rows"), 1)]
     for where, row in placed:
         if not isinstance(row, Mapping):
             raise UserError("rows", row, "a dict, cell by column", where)
     columns = columns_of([row for _, row in placed])
-    table = [{name: row.get(name) for name in columns} for _, row in placed]
+    placed = [(where, {name: row.get(name) for name in columns}) for where, row in placed]
+    table = [row for _, row in placed]
     unread: Unread = {}
 
     def with_place(error: UserError) -> UserError:
