@@ -235,7 +235,7 @@ class _Bounded:
                 more = message.get("more_body", False)
                 if len(body) > self.limits.body_bytes:
                     raise Refused(413, f"a body of more than {self.limits.body_bytes:,} bytes")
-        except TimeoutError:
+        except asyncio.TimeoutError:  # on Python 3.10 no TimeoutError
             await JSONResponse(_error("the body did not arrive in time"), 408)(scope, receive, send)
             return
         except Refused as error:
