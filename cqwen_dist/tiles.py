@@ -14,6 +14,11 @@ WORK_BUFFERS = {"chunked": 4, "triton": 2}  # [t, n] buffers per tile, by implem
 # host: with 8 MiB, train/accuracy took longer than its step (H100, H=896).
 CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 32 << 20}
 
+# Of candidates' rows that exist at once (`heads.candidates`), in so many fp32 buffers. On a CPU they stay in its cache,
+# and a GPU shall launch few parts.
+CANDIDATE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
+CANDIDATE_BUFFERS = 3
+
 
 def kind_of(device_type: str) -> str:
     """The key of the sizes above: every device but a CPU is treated as a GPU."""

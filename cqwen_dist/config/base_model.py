@@ -62,9 +62,9 @@ class ModelConfig(Section):
     of freedom are fitted. auto: the law of least CRPS on numbers left out of the calibrated start, which all but cauchy
     need. Default: cauchy, or the law of a warm start."""
     start_numbers: Count | None = None
-    """Approximate number of numbers used to fit the regression's calibrated start; default: 2,000, or those in 65,536
-    tokens. Too few are worse than none: rows of W_loc fitted to 60 numbers turn every later change of z into a large
-    change of the number (docs/measurements.md)."""
+    """About how many numbers the calibrated start is fitted to; default: 2,000, with candidates 5,000, at most those in
+    65,536 tokens. Too few are worse than none: rows of W_loc fitted to 60 numbers turn every later change of z into a
+    large change of the number (docs/measurements.md)."""
     gradient_checkpointing: bool = False
     """Recompute the backbone's activations in the backward pass: less memory, more time."""
     compile_layers: bool = False

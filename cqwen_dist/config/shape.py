@@ -2,6 +2,7 @@
 
 NONE, ARITHMETIC = "none", "arithmetic"  # model.candidates
 PLACES, COMPUTED, CONSTANTS = 24, 8, 48  # candidates by kind (`heads.candidates`)
+CANDIDATES = PLACES + COMPUTED + CONSTANTS
 
 SIGNS = "+-*/()=%"  # of arithmetic
 A_TOKEN = 2  # signs of a token at most, such as ")="; another token ends an expression
@@ -30,4 +31,4 @@ def number_parameters(candidates: str, words: int, size: int) -> int:
     candidate; a row and a bias for each of `FORMS`."""
     if candidates == NONE:
         return size + 1
-    return size + 1 + (PLACES + COMPUTED + CONSTANTS) * (words + 2) + FORM_ROWS * (words + 1)
+    return size + 1 + CANDIDATES * (words + 2) + FORM_ROWS * (words + 1)

@@ -12,6 +12,7 @@ Letters as in `heads.number_head`, and J candidates.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,12 +29,13 @@ from cqwen_dist.heads.expression import OTHER, STATE, VALUE, read_tokens, states
 from cqwen_dist.heads.number_head import Decision, NumberHead, NumberLabels, decision_strength, one_against_the_rest
 from cqwen_dist.heads.numerals import characters
 from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.tiles import CANDIDATE_BUFFERS, CANDIDATE_BYTES, kind_of
 
 NOISE = 0.3  # of a score at the start, whose ridge regression fits S_j to -1 and 1
 LINK = 0.25  # the first characters' rows at the start, as a fraction of the base's (docs/measurements.md)
-# The other forms' rows at the start, as fractions of their ridge regressions' (docs/measurements.md)
-OF_FORMS = {"again": 0.5, "first": 0.0, "two": 0.25, "length": 0.25}
-AT_ONCE, AT_ONCE_ON_A_GPU = 8, 256  # numbers whose candidates' rows exist at once: on a CPU they stay in its cache
+# The start's softmax regression: its parameters, its ridge and its steps at most (docs/measurements.md)
+SHARPENED = "candidate_weight", "candidate_forms", "candidate_bias", "candidate_form_bias"
+HELD, SHARPENINGS = 400.0, 20
 OPERATIONS = ("x + y", "x - y", "x * y", "x / y", "x * y / 100", "y - x", "y / x")  # x: the last but one, y: the last
 OF_PLACES = ["the last number", *(f"the number {back} before" for back in range(2, PLACES + 1))]
 EXPRESSION = "the expression before it"
@@ -74,10 +76,8 @@ class WithCandidates(NumberHead):
         """S_j [...,J] of the candidates' values [...,J]."""
         net, u = self.net, self.net.word_part(u_prime)
         forms, table = forms_of(values), F.pad(net.candidate_forms, (0, 0, 0, 1))  # no form: a row of zeros
-        told = F.pad(F.linear(u.loc, net.candidate_forms, net.candidate_form_bias), (0, 1))
-        loc = F.linear(u.loc, net.candidate_weight, net.candidate_bias)
-        for form in forms.unbind(-1):
-            loc = loc + told.gather(-1, form)
+        told = F.linear(u.loc, net.candidate_forms, net.candidate_form_bias)
+        loc = _with_forms(F.linear(u.loc, net.candidate_weight, net.candidate_bias), told, forms)
         return Cauchy(loc, _scales(u.scale, forms, net.candidate_weight, table) + net.candidate_noise.abs())
 
     def candidates(self, memory: Tensor) -> Tensor:
@@ -168,28 +168,78 @@ class WithCandidates(NumberHead):
         self.inner.start(coefficients, intercept)
 
     def score_targets(self, values: Tensor, memory: Tensor) -> Tensor:
-        """1 if the value equals the candidate, otherwise -1; then for each of `FORMS`: if it is the form of a candidate
-        that the value equals, or of the value itself."""
-        held = self.candidates(memory)
-        right = equal(held, values)
-        of_k = F.one_hot(again(held), FORMS["again"]).bool() & right.unsqueeze(-1)
-        of_value = forms_of(values.unsqueeze(-1))[:, 0, 1:]
-        shown = F.one_hot(of_value, FORM_ROWS + 1).sum(1)[:, FORMS["again"] : -1].bool()
-        return torch.cat([right, of_k.any(1), shown], 1).double() * 2 - 1
+        """1 if the value equals the candidate, otherwise -1."""
+        return equal(self.candidates(memory), values).double() * 2 - 1
 
     @torch.no_grad()
     def start_scores(self, weight: Tensor, bias: Tensor) -> None:
-        net, count = self.net, len(self.names)
-        shares = torch.cat([weight.new_full((size,), OF_FORMS[name]) for name, size in FORMS.items()])
-        net.candidate_weight.copy_(weight[:count])
-        net.candidate_bias.copy_(bias[:count])
-        net.candidate_forms.copy_(shares.unsqueeze(-1) * weight[count:])
-        net.candidate_form_bias.copy_(shares * bias[count:])
+        self.net.candidate_weight.copy_(weight)
+        self.net.candidate_bias.copy_(bias)
 
-    @torch.no_grad()
-    def start_characters(self, rows: Tensor) -> None:
-        first = FORMS["again"]
-        self.net.candidate_forms[first : first + FORMS["first"]] = LINK * (rows - rows.mean(0))
+    def sharpened(self, x: Tensor, values: Tensor, memory: Tensor, characters: Tensor | None) -> dict[str, Tensor]:
+        """The rows after a softmax regression on x = loc_U [n,C_w] of n numbers. A number's candidates compete; the
+        start's ridge regressions fit one row each. A ridge holds the rows near that start with a share of the base's
+        `characters`. No softmax sees what all scores have in common: the biases move by one shift of least one-vs-rest
+        loss.
+
+        A number has no part in the softmax if no candidate is right or an expression decides. In float64 and by all
+        numbers at once, so that their order does not matter.
+        """
+        parts, rows = [getattr(self.net, name).detach().double() for name in SHARPENED], [len(self.names), FORM_ROWS]
+        weight, bias = torch.cat(parts[:2]), torch.cat(parts[2:])
+        if characters is not None:
+            first = rows[0] + FORMS["again"]
+            weight[first : first + FORMS["first"]] += LINK * (characters - characters.mean(0))
+        held, x = self.candidates(memory), x.double()
+        known, right, forms = ~held.isnan(), equal(held, values), forms_of(held)
+        chosen = right & held[:, PLACES, None].isnan()
+        mean = x.mean(0)
+        unit = (x - mean).square().mean().sqrt().clamp(min=1e-12)
+        begun, x = F.linear(x, weight, bias), F.pad((x - mean) / unit, (0, 1), value=1.0)
+
+        def strength(step: Tensor) -> Tensor:
+            own, told = (begun / NOISE + x @ step.T).split(rows, -1)
+            return _with_forms(own, told, forms)
+
+        def softmax(step: Tensor) -> Tensor:
+            return among_the_rest(strength(step), known, chosen).mean() + HELD / 2 * step.square().sum() / len(x)
+
+        step = minimised(softmax, x.new_zeros(len(weight), x.shape[1]))
+        found = strength(step)
+
+        def one_vs_rest(shift: Tensor) -> Tensor:
+            scores = Cauchy(found + shift, torch.ones_like(found))
+            return torch.where(known, one_against_the_rest(scores, right), 0.0).sum(-1).mean()
+
+        moved = step[:, :-1] * NOISE / unit
+        bias = bias + NOISE * step[:, -1] - moved @ mean
+        bias[: rows[0]] += NOISE * minimised(one_vs_rest, x.new_zeros(1))
+        fitted = [*(weight + moved).split(rows), *bias.split(rows)]
+        return {name: part.float().cpu() for name, part in zip(SHARPENED, fitted, strict=True)}
+
+
+def minimised(of: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
+    """Where a smooth convex function is least, near enough: after at most `SHARPENINGS` steps of L-BFGS."""
+    at = start.requires_grad_()
+    optimizer = torch.optim.LBFGS([at], max_iter=SHARPENINGS, history_size=10, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        found = of(at)
+        found.backward()
+        return found.detach()
+
+    with torch.enable_grad():
+        optimizer.step(closure)
+    return at.detach()
+
+
+def _with_forms(own: Tensor, told: Tensor, forms: Tensor) -> Tensor:
+    """The candidates' own scores [...,J], plus those of their forms [...,J,4] among told [...,`FORM_ROWS`]."""
+    told = F.pad(told, (0, 1))
+    for form in forms.unbind(-1):
+        own = own + told.gather(-1, form)
+    return own
 
 
 def _scales(u_scale: Tensor, forms: Tensor, weight: Tensor, table: Tensor) -> Tensor:
@@ -197,8 +247,8 @@ def _scales(u_scale: Tensor, forms: Tensor, weight: Tensor, table: Tensor) -> Te
     [...,J,4]. With gradients the rows are not kept: they are made again in the backward pass."""
     of_rows = partial(checkpoint, _of_rows, use_reentrant=False, preserve_rng_state=False)
     made = of_rows if torch.is_grad_enabled() else _of_rows
-    at_once = AT_ONCE_ON_A_GPU if u_scale.is_cuda else AT_ONCE
-    parts = zip(u_scale.split(at_once), forms.split(at_once), strict=True)
+    most = CANDIDATE_BYTES[kind_of(u_scale.device.type)] // (CANDIDATE_BUFFERS * 4 * weight.numel())
+    parts = zip(u_scale.split(max(most, 1)), forms.split(max(most, 1)), strict=True)
     return torch.cat([made(*part, weight, table) for part in parts])
 
 

@@ -177,8 +177,10 @@ class NumberHead:
     def start_scores(self, weight: Tensor, bias: Tensor) -> None:
         """Take the fits to `score_targets`: weight [K,C_w], bias [K]."""
 
-    def start_characters(self, rows: Tensor) -> None:
-        """Take W_cls' rows of a numeral's characters [12,C_w]. Only called if digits are kept in view."""
+    def sharpened(self, x: Tensor, values: Tensor, memory: Tensor, characters: Tensor | None) -> dict[str, Tensor]:
+        """The parameters after a last fit of the started scores to n numbers, by name. x [n,C_w]: loc_U's word part.
+        characters: W_cls' rows of a numeral's characters [12,C_w], if digits are kept in view."""
+        return {}
 
     # ------------------------------------------------------------------------------------------ metrics
 

@@ -48,6 +48,7 @@ LITTLE_NOISE = 0.05  # its share of a number's scale if the individual's own dif
 LEVEL_TOKENS = 4096  # of all ranks, about: the fits decompose a matrix of them
 MOST = 2 * LEVEL_TOKENS  # texts are of unequal lengths: there may be more positions than were asked for
 NUMBERS = 12_288  # of all ranks, at most: the kernel of the side network has as many rows and columns, 1.2 GB
+SCORED = 32_768  # of all ranks, at most: numbers that scores are fitted to
 NORM_TOKENS = 256  # a rank's, between two looks at whether to go on
 Progress = Callable[[str, int, int], None]  # (description, units done, units in all)
 TextNumber = tuple[Any, float]  # a number in the raw unit that only the side network learns, after its text
@@ -73,6 +74,7 @@ class Calibration:
     numbers: int  # the regression was fitted to this number
     reg_mdae: float | None  # median absolute error of those numbers, each predicted by the others, raw unit
     reg_median_mdae: float | None  # the same if their median is always predicted
+    size: float  # mean |loc_U| before those numbers: the rates of candidates' rows are relative to it; 1 without any
     law: str | None  # of the numbers, and why
     word_temperature: float  # `heads.word_temperature`, on the positions that (C, gamma) were chosen on
 
@@ -260,7 +262,7 @@ class _Start:
         parts = x, fit.values, fit.folds
         x, values, folds = self.of_all_ranks(*(part[fit.learnt] for part in parts), most=NUMBERS)
         if not len(values):
-            return {"numbers": 0, "reg_mdae": None, "reg_median_mdae": None, "law": None}
+            return {"numbers": 0, "reg_mdae": None, "reg_median_mdae": None, "law": None, "size": 1.0}
         texts, further = self.beside_numbers(fit, beside_batches)
 
         def tell(done: int, of: int) -> None:
@@ -297,29 +299,34 @@ class _Start:
             start = found.coefficients.cpu(), found.intercept + shift, scale, noise
             return tables, start, law, float(error), float(of_median)
 
-        self.fit_scores(fit)
+        size = self.fit_scores(fit)
         tables, begin, law, error, of_median = self.groups.agreed(ridge)
         for name, table in tables.items():
             self.model.get_parameter(f"{BESIDE}.{name}").copy_(table)
         start_regression(self.model, *begin)
         self.model.config.target = {**self.model.config.target, "law": law.name}
-        return {"numbers": len(values), "reg_mdae": error, "reg_median_mdae": of_median, "law": law.said}
+        return {"numbers": len(values), "reg_mdae": error, "reg_median_mdae": of_median, "law": law.said, "size": size}
 
-    def fit_scores(self, fit: _Positions) -> None:
-        """Start the number head's scores, each by a ridge regression on U's word part."""
+    def fit_scores(self, fit: _Positions) -> float:
+        """Start the number head's scores, each by a ridge regression on U's word part; `Calibration.size`."""
         head = self.model.action.number_head
-        targets = head.score_targets(fit.values[fit.learnt], fit.memory[fit.learnt])
+        values, memory = fit.values[fit.learnt], fit.memory[fit.learnt]
+        targets = head.score_targets(values, memory)
         if not targets.shape[1]:
-            return
-        x, targets = self.of_all_ranks(self.word_loc(fit.z)[fit.learnt], targets)
+            return 1.0
+        parts = self.word_loc(fit.z)[fit.learnt], targets, values, memory
+        x, targets, values, memory = self.of_all_ranks(*parts, most=SCORED)
 
         def ridge() -> tuple[Tensor, Tensor]:
             found, _ = ridges_by_leave_one_out(x.double(), targets)
             return found.cpu(), (targets.mean(0) - found @ x.double().mean(0)).cpu()
 
         head.start_scores(*self.groups.agreed(ridge))
-        if digits := self.model.config.digit_rows:
-            head.start_characters(rows_of(self.model.action.word_head(), digits, self.groups)[0])
+        digits = self.model.config.digit_rows
+        characters = rows_of(self.model.action.word_head(), digits, self.groups)[0] if digits else None
+        for name, part in self.groups.agreed(lambda: head.sharpened(x, values, memory, characters)).items():
+            self.model.action.get_parameter(name).copy_(part)
+        return self.groups.agreed(lambda: float(x.abs().mean())) or 1.0
 
     def measured(self, logits: StartLogits, base_best: Tensor, threshold: float, gamma: float) -> dict[str, Any]:
         """`Calibration`'s fields of the start as it is set, on the positions that (C, gamma) were chosen on.

@@ -28,6 +28,7 @@ from cqwen_dist.training.stages import StagePlan
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BETAS, EPS = (0.9, 0.999), 1e-8
+CANDIDATE_UNIT = 0.25  # of candidates' rates, if mean |loc_U| is 1 (docs/training.md, Rates)
 HOST_BLOCK = 1 << 22  # values per host step of an offloaded parameter: bounds the pinned memory
 NORM_BLOCK = 1 << 20
 
@@ -155,6 +156,7 @@ class HeadOptimizer:
         # A step of 1e-2 in b_scale changes the scale by 1 %, since a softplus follows (exponential in this range). In
         # b_noise the same step would be 700 times the calibrated scale. So its rate is relative to this unit.
         self.noise_unit = 1.0
+        self.candidate_unit = CANDIDATE_UNIT
 
     def enter_stage(self, plan: StagePlan, newly_trained: frozenset[str]) -> None:
         """Set the trained groups. Groups in `newly_trained` start with zero moments and Adam step 0."""
@@ -166,7 +168,9 @@ class HeadOptimizer:
     def set_lr(self, plan: StagePlan, step: int) -> None:
         for share in self.shares:
             unit = self.noise_unit if share.member.group == "noise" else 1.0
-            share.lr = share.member.rate * plan.lr(share.member.group, share.member.is_scale, step, unit)
+            share.lr = plan.lr(share.member.group, share.member.is_scale, step, unit)
+            if share.member.is_of_candidates:
+                share.lr *= self.candidate_unit
 
     def reduce_gradients(self) -> Tensor:
         """Sum gradients over the ranks. Returns their squared norm, [] fp32, equal on all ranks. Collective.

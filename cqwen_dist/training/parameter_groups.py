@@ -30,9 +30,9 @@ class Member:
         return self.name in ("abduction.scale_net.bias", "action.b_noise", "action.threshold")
 
     @property
-    def rate(self) -> float:
-        """Its learning rate, as a share of its group's: candidates' rows are short (docs/training.md, Rates)."""
-        return 0.25 if self.name.startswith("action.candidate_") else 1.0
+    def is_of_candidates(self) -> bool:
+        """Whether it is a row, bias or noise of candidates' scores."""
+        return self.name.startswith("action.candidate_")
 
     @property
     def spread(self) -> bool:

@@ -25,6 +25,7 @@ from torch import Tensor
 from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint.saving import Saver
 from cqwen_dist.config.schema import Config
+from cqwen_dist.config.shape import NONE
 from cqwen_dist.config.trainable import trains_features
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.loader import Loader
@@ -184,8 +185,8 @@ def _next_epoch(state: dict[str, int]) -> dict[str, int]:
 
 
 # The numbers that the start's regression is fitted to, and at most so many tokens are read for them. Fitted to the 60
-# numbers of 4,096 tokens, the quickstart ran away with some seeds (docs/measurements.md).
-START_NUMBERS, START_TOKENS = 2000, 1 << 16
+# numbers of 4,096 tokens, the quickstart ran away with some seeds. Candidates have more rows (docs/measurements.md).
+START_NUMBERS, WITH_CANDIDATES, START_TOKENS = 2000, 5000, 1 << 16
 
 
 class Base(NamedTuple):
@@ -278,11 +279,12 @@ class Run(Training):
         """A loader whose first step has this rank's share of the calibration texts.
 
         Over all ranks these texts have about `tokens` tokens and at least about `numbers` numbers (None:
-        `START_NUMBERS`, or those in `START_TOKENS`). They are the same for any number of ranks.
+        `START_NUMBERS` or `WITH_CANDIDATES`, or those in `START_TOKENS`). They are the same for any number of ranks.
         """
         report = self.texts.report
         if numbers is None:
-            numbers = min(START_NUMBERS, self.statistics.count * START_TOKENS // report.tokens)
+            most = START_NUMBERS if self.model.config.candidates == NONE else WITH_CANDIDATES
+            numbers = min(most, self.statistics.count * START_TOKENS // report.tokens)
         share = max(tokens / report.tokens, numbers / max(self.statistics.count, 1))
         samples = min(max(1, round(share * report.sequences)), report.sequences)
         return Loader(

@@ -168,6 +168,7 @@ def _calibrate(run: Run, sample: list[Batch], z: list[Tensor]) -> dict[str, Any]
         law="cauchy" if run.config.model.own_head else run.config.model.number_head,
         progress=run.at,
     )
+    run.engine.heads.candidate_unit /= found.size
     say = run.progress.say
     if run.config.learns_words:
         _say_words(found, say)

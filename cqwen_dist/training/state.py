@@ -17,7 +17,7 @@ from cqwen_dist.model.modules import CausalModules
 from cqwen_dist.run.files import START_TENSORS, let_read, written_whole
 from cqwen_dist.training.constraint import Constraint
 from cqwen_dist.training.evaluation.number_metrics import CALIBRATION
-from cqwen_dist.training.optim import MOMENTS
+from cqwen_dist.training.optim import CANDIDATE_UNIT, MOMENTS
 from cqwen_dist.training.parameter_groups import has_rows
 from cqwen_dist.training.run_parts import Run
 from cqwen_dist.training.zero.engine import Engine
@@ -135,6 +135,7 @@ def _collect(run: Run, place: Place) -> TrainState:
             "feature_steps": features.steps,
             "head_steps": steps,
             "noise_unit": engine.heads.noise_unit,
+            "candidate_unit": engine.heads.candidate_unit,
             "model": engine.model.config.to_dict(),
         },
     )
@@ -170,6 +171,7 @@ def load_heads(engine: Engine, values: dict[str, Tensor], state: dict[str, Any])
     for name, value in values.items():
         tensors[name].copy_(value)
     engine.heads.noise_unit = state["noise_unit"]
+    engine.heads.candidate_unit = state.get("candidate_unit", CANDIDATE_UNIT)  # none before 30 November
     for name in ("target", "constants", "symbols", "calibration"):
         setattr(model.config, name, saved.get(name))
     model.config.scale_floor = model.abduction.scale_floor = saved["scale_floor"]

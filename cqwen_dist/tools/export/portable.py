@@ -39,7 +39,7 @@ FILES: dict[str, list[Name]] = {
 INSTEAD = {("cqwen_dist.heads.fused_loss", "mean_loss"): ("cqwen_dist.tools.export.plain_loss", "mean_loss")}
 # Functions that only this package's runs use; the copies only raise. Names without a class match methods of any class.
 RUNS = {
-    *("inherit", "centre", "start", "score_targets", "start_scores", "start_characters", "measure", "metrics"),
+    *("inherit", "centre", "start", "score_targets", "start_scores", "sharpened", "measure", "metrics"),
     "CausalQwenForCausalLM.from_base",
     "CausalQwenModel._of_base",
     "CausalQwenModel.from_base_model",

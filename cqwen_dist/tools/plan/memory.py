@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from cqwen_dist.config.shape import CANDIDATES, NONE
 from cqwen_dist.config.trainable import FEATURE_GROUPS, trains_features
-from cqwen_dist.tiles import CHUNK_BYTES, WORK_BUFFERS, tile_shape
+from cqwen_dist.tiles import CANDIDATE_BUFFERS, CANDIDATE_BYTES, CHUNK_BYTES, WORK_BUFFERS, tile_shape
 from cqwen_dist.tools.plan import activations
 from cqwen_dist.tools.plan.stage_sizes import FP32, MAX_LIVE, Sizes, ceil_div
 from cqwen_dist.wings import from_wing
@@ -204,8 +205,14 @@ def _features_and_u(s: Sizes, forward: bool) -> int:
     return size
 
 
+def _candidates(s: Sizes) -> Part:
+    every = s.tokens * CANDIDATES * s.words * CANDIDATE_BUFFERS * FP32 * (s.config.candidates != NONE)
+    return Part("candidates' rows", min(every, CANDIDATE_BYTES[s.kind]), "of some numbers at once")
+
+
 def _loss(s: Sizes) -> Iterator[Part]:
     yield Part("features and U", _features_and_u(s, True), "z, and four [N, C] in fp32")
+    yield _candidates(s)
     if not s.config.learns_words:
         return
     n, c = s.group * s.tokens, s.words
@@ -227,6 +234,7 @@ def _heads_backward(s: Sizes, looking: bool = False) -> Iterator[Part]:
     n, c = s.tokens, s.causal
     yield Part("features and U", _features_and_u(s, False), "what their backward needs")
     yield Part("gradients", _head_gradients(s), "rows, abduction, regression")
+    yield _candidates(s)
     wide = 2 * s.group * n * s.words * s.width + 3 * n * c * FP32 + (2 * n * c * s.width if s.width < FP32 else 0)
     if looking:  # after the loss, before any gradient is propagated further
         wide = 2 * s.group * n * s.words * s.width
