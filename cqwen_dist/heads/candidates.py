@@ -219,7 +219,7 @@ class WithCandidates(NumberHead):
 
 
 def minimised(of: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
-    """Where a smooth convex function is least, near enough: after at most `SHARPENINGS` steps of L-BFGS."""
+    """Where a smooth function is least near `start`: after at most `SHARPENINGS` steps of L-BFGS."""
     at = start.requires_grad_()
     optimizer = torch.optim.LBFGS([at], max_iter=SHARPENINGS, history_size=10, line_search_fn="strong_wolfe")
 

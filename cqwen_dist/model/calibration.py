@@ -308,7 +308,7 @@ class _Start:
         return {"numbers": len(values), "reg_mdae": error, "reg_median_mdae": of_median, "law": law.said, "size": size}
 
     def fit_scores(self, fit: _Positions) -> float:
-        """Start the number head's scores, each by a ridge regression on U's word part; `Calibration.size`."""
+        """Start the number head's scores: ridge regressions on U's word part, then its own fit; `Calibration.size`."""
         head = self.model.action.number_head
         values, memory = fit.values[fit.learnt], fit.memory[fit.learnt]
         targets = head.score_targets(values, memory)
