@@ -31,7 +31,7 @@ if __name__ == "__main__":
         for dtype in (torch.float32, torch.bfloat16):
             u, weight = problem(*shape, dtype)
             assert_exact(both_by_triton(*u, weight), u, weight)
-        half, weight = u.to(torch.float16), weight.to(torch.float16)  # as bf16, which the interpreter cannot multiply
+        half, weight = u.to(torch.bfloat16), weight.to(torch.bfloat16)
         assert_exact(both_by_triton(*half, weight), half, weight)
     u, weight = problem(3, 40, 70, torch.float32)
     assert_exact(both_by_triton(*u, weight[:33]), u, weight[:33])  # a part of the rows

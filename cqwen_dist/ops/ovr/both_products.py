@@ -16,6 +16,7 @@ Shape letters: N tokens, C causal dimensions, v words, BM x BN x BK a tile of to
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
@@ -89,6 +90,8 @@ def both_by_triton(loc: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
     found = _shapes(loc, scale, weight)
     if n and rows:
         tiles = TILES[loc.itemsize]
+        if os.environ.get("TRITON_INTERPRET"):  # the interpreter multiplies the bits of bf16 as integers
+            loc, scale = loc.float(), scale.float()
         tokens, words, width, warps = next(tile for most, tile in tiles.items() if n <= most or most == 64)
         grid = (-(-rows // words), -(-n // tokens))
         shape = {"N": n, "C": c, "BM": tokens, "BN": words, "BK": width}
