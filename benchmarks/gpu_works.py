@@ -108,27 +108,36 @@ def loss(name: str, size: Size, hidden: int, tokens: int | None = None) -> Work:
     return work
 
 
-def ours(config: str, size: Size, **changes: Any) -> Work:
-    """Our training step in the config's last stage, by part. changes: dotted config keys."""
+def ours(config: str, size: Size, *, whole: bool = False, graphs: bool = False, **changes: Any) -> Work:
+    """Our training step in the config's last stage, by part. changes: dotted config keys.
+
+    whole: compile the backbone as one graph, as the peer is. graphs: what is compiled is replayed as CUDA graphs. No
+    run has these two: they are timed for a decision.
+    """
 
     def work() -> Iterator[Any]:
+        from torch._inductor import config as inductor
+
         from benchmarks.rig import build_rig
         from benchmarks.step import WARM_UP, Timer, sizes_of, stage_parts
         from cqwen_dist.parallel.runtime import distributed
 
-        checked, architecture = _trained(config, size, changes)
+        inductor.triton.cudagraphs = graphs
+        checked, architecture = _trained(config, size, changes | {"model.compile_layers": False} if whole else changes)
         with distributed() as runtime:
             before = torch.cuda.memory_allocated()
             rig = build_rig(checked, architecture, runtime)
+            if whole:
+                rig.model.transformer.compile()
             plan = rig.enter(0)
             batches = rig.batches(plan)
             for _ in range(WARM_UP + 1):
                 rig.step(batches, plan)
-            rig.step(batches, plan, looking=True)
+            loss = float(rig.step(batches, plan, looking=True)["train/total_loss"])  # of steps that are alike
             yield None
             timer = Timer(runtime.device, _peak(runtime.device), size.rounds)
             s = sizes_of(checked, architecture, runtime.device)[0]
-            yield stage_parts(timer, rig, plan, batches, s, before)
+            yield stage_parts(timer, rig, plan, batches, s, before) | {"loss": loss}
 
     return work
 
