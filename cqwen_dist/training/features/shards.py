@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -125,28 +126,31 @@ def add_part(
         sink = _together(lambda: pa.OSFile(str(path), "wb"), f"rank {runtime.rank} does not see {partial}: ")
         writer = pa.ipc.new_file(sink, SCHEMA)
         trouble, done, mine = "", 0, batches.samples
-        with torch.no_grad():
+        writes: list[Future[None]] = []
+        with torch.no_grad(), ThreadPoolExecutor(1) as pool:  # writes while the next z is computed
             for batch in batches:
-                mask, keep = batch.label_mask, batch.kept.to(runtime.device)
-                z = features(batch.to(runtime.device), keep).cpu().contiguous()
-                rows = min(mask.shape[0], len(mine) - done)  # the last rows may be padding
+                counts, keep = batch.label_mask.sum(1).numpy(), batch.kept.to(runtime.device)
+                z = features(batch.to(runtime.device), keep).contiguous()
+                finite = z.isfinite().all()
+                rows = min(len(counts), len(mine) - done)  # the last rows may be padding
                 own = mine[done : done + rows]
                 done += rows
-                if trouble or not bool(z.isfinite().all()):
+                if trouble or not bool(finite):
                     trouble = trouble or f"z of one of the samples {list(own)} is not finite"
                     continue  # keep computing: under ZeRO-3 the forward passes are collective
-                pieces = z.view(torch.uint8).split(mask.sum(1)[:rows].tolist())
-                column = pa.array([piece.numpy().tobytes() for piece in pieces], SCHEMA.field("z").type)
+                ends = np.append(0, counts[:rows].cumsum()) * shards.hidden * shards.dtype.itemsize
+                buffers = [None, *(pa.py_buffer(part) for part in (ends, z.cpu().view(torch.uint8).numpy()))]
+                column = pa.Array.from_buffers(SCHEMA.field("z").type, rows, buffers)  # without a copy
                 numbers = pa.array(own, SCHEMA.field("sample").type)
-                try:
-                    writer.write_batch(pa.record_batch([numbers, column], SCHEMA))
-                except OSError as error:
-                    trouble = str(error)
+                wait(writes[-1:])  # two z are in memory at most
+                writes.append(pool.submit(writer.write_batch, pa.record_batch([numbers, column], SCHEMA)))
                 show(done)
 
         def finish() -> dict[str, Any]:
             if trouble:
                 raise OSError(trouble)
+            for write in writes:
+                write.result()
             writer.close()
             sink.close()
             return file_record(path)
