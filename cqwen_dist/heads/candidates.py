@@ -40,6 +40,7 @@ OPERATIONS = ("x + y", "x - y", "x * y", "x / y", "x * y / 100", "y - x", "y / x
 OF_PLACES = ["the last number", *(f"the number {back} before" for back in range(2, PLACES + 1))]
 EXPRESSION = "the expression before it"
 SAME = 1e-9  # relative: a computed value is rounded to 12 digits
+LEAST_GAIN, FEW = 0.1, 32  # of `best_bar`
 EXACT_TENS = torch.tensor([10.0**k for k in range(23)], dtype=torch.float64, device="cpu")  # exact in float64
 
 
@@ -305,7 +306,9 @@ def best_bar(p: np.ndarray, gain: np.ndarray) -> float:
     """The bar above which the likeliest candidate is written: the sum of the gains above it is largest.
 
     p [M]: probability of each held-out number's likeliest candidate. gain [M]: by how much it is nearer than Y's
-    location. Without numbers 1/2.
+    location. 1 if those above gain less than `LEAST_GAIN` on average. 0 if less than a `FEW`th part is below: a few
+    numbers show little, and in a text the likeliest of several operands makes sense, Y's location does not. Without
+    numbers 1/2.
     """
     if not len(p):
         return 0.5
@@ -313,7 +316,7 @@ def best_bar(p: np.ndarray, gain: np.ndarray) -> float:
     p, total = p[order], np.cumsum(gain[order])
     total[:-1][p[:-1] == p[1:]] = -np.inf  # a bar cannot lie between equal ones
     best = int(np.argmax(total))
-    if total[best] <= 0:
+    if total[best] < LEAST_GAIN * (best + 1):
         return 1.0
-    below = p[best + 1] if best + 1 < len(p) else 0.0
-    return float((p[best] + below) / 2)
+    below = p[best + 1 :]
+    return float((p[best] + below[0]) / 2) if len(below) * FEW >= len(p) else 0.0

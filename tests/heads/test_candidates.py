@@ -177,6 +177,11 @@ def test_the_bar_is_where_the_sum_of_the_gains_is_largest():
     assert gain[p > best_bar(p, gain)].sum() == pytest.approx(max(sums.values()))
     assert best_bar(p, -np.ones(60)) == 1.0
     assert best_bar(p, np.ones(60)) < p.min()
+    assert best_bar(p, np.full(60, 0.05)) == 1.0, "too little for a number that may be a prediction"
+    many, nearer = np.linspace(1.0, 0.1, 320), np.ones(320)
+    for below, bar in ((9, 0.0), (10, pytest.approx(many[310], abs=0.01))):
+        nearer[-below:] = -1.0
+        assert best_bar(many, nearer) == bar, "a few below show nothing"
     assert best_bar(np.zeros(0), np.zeros(0)) == 0.5
 
 

@@ -28,7 +28,6 @@ from cqwen_dist.ops.cauchy import Cauchy
 CALIBRATION = "calibration"  # key of the factors in a checkpoint's metrics
 RAW = Intervals()  # intervals of Y's law
 BLOCK, MOST_BLOCKS = 80, 10  # numbers in a block of predicted sizes; blocks
-LEAST_GAIN = 0.1  # on average, for which an exact value is written instead of Y's location
 DRAWN = 1000  # most numbers in a chart
 PIT_BINS = 20
 CURVE = tuple(round(0.05 * i, 2) for i in range(1, 20))  # levels of the coverage plot
@@ -186,7 +185,7 @@ def _exact(numbers: Numbers, y: Cauchy, goal: torch.Tensor, target: TargetTransf
     # How near a prediction is, between 0 and 1: 1/2 at the usual error of Y, so that no single number decides the bar
     usual = (goal - y.loc).abs().median().clamp(min=1e-12)
     near, other = (usual / (usual + (goal - loc).abs()) for loc in (_candidate(numbers, target), y.loc))
-    gain = (near - other - LEAST_GAIN).nan_to_num(0.0).numpy()
+    gain = (near - other).nan_to_num(0.0).numpy()
     first, exact = for_calibration(numbers.text), np.zeros(len(goal), bool)
     for own in (first, ~first):
         exact[own] = numbers.p[own] > best_bar(numbers.p[~own], gain[~own])
