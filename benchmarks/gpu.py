@@ -67,7 +67,7 @@ def part_one(rehearsed: bool) -> Iterator[Group]:
         for graphs in (False, True)
         for name, whole in (("layer by layer", False), ("as a whole", True))
     }
-    yield Group("step, 0.5B, ways to compile", ways, 110, 110)
+    yield Group("step, 0.5B, ways to compile", ways, 150, 180)
     rows: dict[str, Any] = {"train.micro_batch_size": 4, "train.global_batch_size": 4}
     seven = works.ours("qwen2.5-7b", size, **rows)
     yield Group("step, 7B, compiled, 4 x 1024", {"ours": seven}, 45, 70)

@@ -111,8 +111,8 @@ def loss(name: str, size: Size, hidden: int, tokens: int | None = None) -> Work:
 def ours(config: str, size: Size, *, whole: bool = False, graphs: bool = False, **changes: Any) -> Work:
     """Our training step in the config's last stage, by part. changes: dotted config keys.
 
-    whole: compile the backbone as one graph, as the peer is. graphs: what is compiled is replayed as CUDA graphs. No
-    run has these two: they are timed for a decision.
+    whole: compile the backbone as one graph, as the peer is. graphs: replay what is compiled as CUDA graphs. No run has
+    these two: they are timed for a decision.
     """
 
     def work() -> Iterator[Any]:
@@ -129,6 +129,8 @@ def ours(config: str, size: Size, *, whole: bool = False, graphs: bool = False, 
             rig = build_rig(checked, architecture, runtime)
             if whole:
                 rig.model.transformer.compile()
+            elif graphs:  # without a mark, each layer's outputs may overwrite those of the layer before
+                rig.model.transformer.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
             plan = rig.enter(0)
             batches = rig.batches(plan)
             for _ in range(WARM_UP + 1):
