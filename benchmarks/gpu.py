@@ -10,6 +10,7 @@ OUT contains results.json, table.md, and log.txt with the contenders' output.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -150,8 +151,8 @@ def _packing(steps: list[dict[str, Any]]) -> str:
 def run(out: Path, budget_s: float, parts: tuple[int, ...] = (1, 2), rehearse: bool = False, only: str = "") -> str:
     """Runs the groups that fit into budget_s seconds and returns the table. only: a substring of the group names.
 
-    rehearse: run at toy size on a CPU, with kernels in Triton's interpreter. Raises `UserError` if no GPU is found or
-    a package is missing.
+    rehearse: run at toy size on a CPU, with kernels in Triton's interpreter. Raises `UserError` if no GPU is found, a
+    package is missing or a rehearsed row fails.
     """
     began = time.monotonic()
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # do not initialise CUDA before the forks
@@ -168,22 +169,27 @@ def run(out: Path, budget_s: float, parts: tuple[int, ...] = (1, 2), rehearse: b
     out.mkdir(parents=True, exist_ok=True)
     words = ["python -m benchmarks gpu", f"--budget {budget_s:g}", *(["--rehearse"] if rehearse else [])]
     results = Results(out, " ".join(words))
-    left: Callable[[], float] = lambda: budget_s - (time.monotonic() - began)  # noqa: E731
+    left: Callable[[], float] = lambda: math.inf if rehearse else budget_s - (time.monotonic() - began)  # noqa: E731
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         for group in _groups(parts, rehearse, out):
             if only and only not in group.name:
                 continue
-            if group.estimate_s > left() and not rehearse:
+            if group.estimate_s > left():
                 results.add(group.name, "all", None, f"skipped: takes {group.estimate_s:.0f} s, {left():.0f} s left")
                 continue
             begun = time.monotonic()
-            for row in take_turns(group.works, out / "log.txt", group.warm_s, group.timed_s, left):
+            patience = 4 if rehearse else 1  # a slow machine's two cores are for all contenders
+            limits = patience * group.warm_s, patience * group.timed_s
+            for row in take_turns(group.works, out / "log.txt", *limits, left):
                 results.add(group.name, *row)
             print(f"{group.name}: {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
     finally:
         signal.signal(signal.SIGTERM, previous)
         print(results.table(), flush=True)
+    broken = [row["name"] for row in results.rows if row["failed"] and "No module named" not in row["failed"]]
+    if rehearse and broken:  # peers may be missing
+        raise UserError("benchmarks gpu --rehearse", ", ".join(broken), f"rows that work ({out / 'log.txt'})")
     return results.table()
 
 

@@ -313,8 +313,7 @@ def _by_kind(step: Callable[[], object]) -> dict[str, float]:
 
 def _pages(folder: Path, name: str) -> Path:
     """Writes the paragraphs in this project's docs to FOLDER/NAME.jsonl: real texts with very different lengths."""
-    root = Path(__file__).parents[2]
-    pages = next((found for d in (root, root.parent) if (found := sorted((d / "docs").rglob("*.md")))), [])
+    pages = sorted((Path(__file__).parents[1] / "docs").rglob("*.md"))
     texts = [text for page in pages for text in page.read_text(encoding="utf-8").split("\n\n") if text.strip()]
     if not texts:
         raise FileNotFoundError("packing is measured on this project's own pages: run it from a checkout")
