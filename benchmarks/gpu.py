@@ -39,6 +39,11 @@ class Group(NamedTuple):
     warm_s: float
     timed_s: float = 20.0
 
+    def limits(self, rehearsed: bool) -> tuple[float, float]:
+        """(warm_s, timed_s); four times as long if rehearsed, as all contenders share a slow machine's cores."""
+        patience = 4 if rehearsed else 1
+        return patience * self.warm_s, patience * self.timed_s
+
 
 def part_one(rehearsed: bool) -> Iterator[Group]:
     """The groups for the device, the loss and the training step."""
@@ -109,6 +114,12 @@ class Results:
         write_atomically(self.out / "results.json", json.dumps({"command": self.command, "rows": self.rows}, indent=1))
         write_atomically(self.out / "table.md", self.table())
 
+    def refuse_failures(self) -> None:
+        """Raises `UserError` if a row failed; peers may be missing."""
+        failed = [row["name"] for row in self.rows if row["failed"] and "No module named" not in row["failed"]]
+        if failed:
+            raise UserError("benchmarks gpu --rehearse", ", ".join(failed), f"rows that work ({self.out / 'log.txt'})")
+
     def table(self) -> str:
         """All rows as Markdown."""
         lines = [f"`{self.command}`, {date.today().isoformat()}.", "", "| | | measured |", "|---|---|---|"]
@@ -157,6 +168,7 @@ def run(out: Path, budget_s: float, parts: tuple[int, ...] = (1, 2), rehearse: b
     began = time.monotonic()
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # do not initialise CUDA before the forks
     if rehearse:
+        budget_s = math.inf
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "DS_ACCELERATOR": "cpu"}
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
@@ -167,9 +179,8 @@ def run(out: Path, budget_s: float, parts: tuple[int, ...] = (1, 2), rehearse: b
         raise UserError("benchmarks gpu", "no CUDA device", "a GPU, or --rehearse for the same at toy size on a CPU")
     os.environ.setdefault("DS_ACCELERATOR", "cpu" if rehearse else "cuda")
     out.mkdir(parents=True, exist_ok=True)
-    words = ["python -m benchmarks gpu", f"--budget {budget_s:g}", *(["--rehearse"] if rehearse else [])]
-    results = Results(out, " ".join(words))
-    left: Callable[[], float] = lambda: math.inf if rehearse else budget_s - (time.monotonic() - began)  # noqa: E731
+    results = Results(out, "python -m benchmarks gpu " + ("--rehearse" if rehearse else f"--budget {budget_s:g}"))
+    left: Callable[[], float] = lambda: budget_s - (time.monotonic() - began)  # noqa: E731
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         for group in _groups(parts, rehearse, out):
@@ -179,17 +190,14 @@ def run(out: Path, budget_s: float, parts: tuple[int, ...] = (1, 2), rehearse: b
                 results.add(group.name, "all", None, f"skipped: takes {group.estimate_s:.0f} s, {left():.0f} s left")
                 continue
             begun = time.monotonic()
-            patience = 4 if rehearse else 1  # a slow machine's two cores are for all contenders
-            limits = patience * group.warm_s, patience * group.timed_s
-            for row in take_turns(group.works, out / "log.txt", *limits, left):
+            for row in take_turns(group.works, out / "log.txt", *group.limits(rehearse), left):
                 results.add(group.name, *row)
             print(f"{group.name}: {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
     finally:
         signal.signal(signal.SIGTERM, previous)
         print(results.table(), flush=True)
-    broken = [row["name"] for row in results.rows if row["failed"] and "No module named" not in row["failed"]]
-    if rehearse and broken:  # peers may be missing
-        raise UserError("benchmarks gpu --rehearse", ", ".join(broken), f"rows that work ({out / 'log.txt'})")
+    if rehearse:
+        results.refuse_failures()
     return results.table()
 
 

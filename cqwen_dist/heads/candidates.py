@@ -40,7 +40,7 @@ OPERATIONS = ("x + y", "x - y", "x * y", "x / y", "x * y / 100", "y - x", "y / x
 OF_PLACES = ["the last number", *(f"the number {back} before" for back in range(2, PLACES + 1))]
 EXPRESSION = "the expression before it"
 SAME = 1e-9  # relative: a computed value is rounded to 12 digits
-LEAST_GAIN, FEW = 0.1, 32  # of `best_bar`
+LEAST_GAIN, TELLING = 0.1, 32  # of `best_bar`
 EXACT_TENS = torch.tensor([10.0**k for k in range(23)], dtype=torch.float64, device="cpu")  # exact in float64
 
 
@@ -306,7 +306,7 @@ def best_bar(p: np.ndarray, gain: np.ndarray) -> float:
     """The bar above which the likeliest candidate is written: the sum of the gains above it is largest.
 
     p [M]: probability of each held-out number's likeliest candidate. gain [M]: by how much it is nearer than Y's
-    location. 1 if those above gain less than `LEAST_GAIN` on average. 0 if less than a `FEW`th part is below: a few
+    location. 1 if those above gain less than `LEAST_GAIN` on average. 0 if less than a `TELLING`th part is below: a few
     numbers show little, and in a text the likeliest of several operands makes sense, Y's location does not. Without
     numbers 1/2.
     """
@@ -319,4 +319,4 @@ def best_bar(p: np.ndarray, gain: np.ndarray) -> float:
     if total[best] < LEAST_GAIN * (best + 1):
         return 1.0
     below = p[best + 1 :]
-    return float((p[best] + below[0]) / 2) if len(below) * FEW >= len(p) else 0.0
+    return float((p[best] + below[0]) / 2) if len(below) * TELLING >= len(p) else 0.0
