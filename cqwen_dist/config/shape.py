@@ -9,6 +9,7 @@ A_TOKEN = 2  # signs of a token at most, such as ")="; another token ends an exp
 
 
 CHARACTERS = "0123456789-."  # of a numeral (`data.keep_digits`)
+DIGIT_COUNT = 10  # how many of them are digits
 # Rows that candidates share, by what they say: whether the text has the value already; the numeral's first character;
 # its first two, where the second may be none and a point is never the first; its length (the last row: seven or more)
 FORMS = {"again": 4, "first": len(CHARACTERS), "two": (len(CHARACTERS) - 1) * (len(CHARACTERS) + 1), "length": 7}

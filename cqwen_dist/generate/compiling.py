@@ -28,6 +28,7 @@ from cqwen_dist.batch import positions_in
 from cqwen_dist.generate.generation_settings import Settings
 from cqwen_dist.generate.numbers import POWERS, GeneratedNumbers, empty_numbers
 from cqwen_dist.heads.intervals import Intervals
+from cqwen_dist.heads.numerals import ends_in_number
 
 ROOM = 64  # size step of a static cache in positions: texts of similar lengths share a cache and its CUDA graphs
 LATE = 4  # steps by which the host may be ahead of the GPU
@@ -47,6 +48,7 @@ class Buffers:
     done: Tensor  # [B] bool: rows that have ended
     lengths: Tensor  # [B] int64: number of written tokens, including an end token
     at: Tensor  # [1] int64: the next position to write
+    behind: Tensor  # [B] bool: right behind a number, if digits are kept in view
     powers: Tensor  # `POWERS`
     cache: Any = None  # key-value cache of the transformer
 
@@ -65,8 +67,9 @@ class Buffers:
         memory = head.memory(all_ids, is_number, all_values, positions, last)
         numbers = empty_numbers(all_values, head, Intervals.from_dict(config.calibration))
         none, zero = torch.zeros(b, dtype=torch.bool, device=device), torch.zeros_like(ids[:, 0])
-        at = torch.tensor([prompt], device=device)
-        return cls(all_ids, numbers, real, positions, memory, none, zero, at, POWERS.to(device))
+        at, kept = torch.tensor([prompt], device=device), model.features.embedding.digit_rows
+        behind = ends_in_number(is_number, all_values, at - 1) if kept else none.clone()
+        return cls(all_ids, numbers, real, positions, memory, none, zero, at, behind, POWERS.to(device))
 
     def tensors(self) -> list[Tensor]:
         """All tensors except those of the cache."""

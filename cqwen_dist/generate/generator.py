@@ -14,13 +14,14 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from cqwen_dist.batch import last_places
+from cqwen_dist.config.shape import DIGIT_COUNT
 from cqwen_dist.generate.compiling import ROOM, Buffers, CompiledSteps, Ending, Kept
 from cqwen_dist.generate.generation_settings import Prompt, Settings, check_prompt
 from cqwen_dist.generate.modes import Laws, Options, best, find_mode
 from cqwen_dist.generate.numbers import GeneratedNumbers, written_values
 from cqwen_dist.heads.precision import at_hand
 from cqwen_dist.ops.cauchy import Cauchy, prob_above
-from cqwen_dist.ops.ovr.best import A_FEW, row_sizes
+from cqwen_dist.ops.ovr.best import A_FEW, Shut, row_sizes
 from cqwen_dist.ops.ovr.scores import prob_of
 
 LATER = 1024  # tokens whose laws are recorded together, if the cache grows: no step reads them, and each has many parts
@@ -198,8 +199,11 @@ class _Continuation:
         if self.number_first and self.end == self.prompt:
             return torch.full_like(self.now.lengths, self.num_token_id, device=self.action.cls_weight.device)
         ids = self.now.ids if self.options.processors is None else self.now.ids[:, : self.end]
-        seen = self.action.word_part(u_prime.words)
-        return self.mode.choose(self.action, seen, self.draws, self.options, ids.to(seen.loc.device))
+        seen, embedding = self.action.word_part(u_prime.words), self.model.features.embedding
+        where, shut = seen.loc.device, None
+        if embedding.digit_rows:  # a digit behind a number would be another number
+            shut = Shut(self.now.behind.to(where), embedding.rows_on(where)[:DIGIT_COUNT])
+        return self.mode.choose(self.action, seen, self.draws, self.options, ids.to(where), shut)
 
     def write(self, u_prime: Laws, chosen: Tensor) -> None:
         """Write the chosen word [B] or the number of each row, and advance. Laws and probabilities: `record`."""
@@ -214,6 +218,7 @@ class _Continuation:
             given = character >= 0
             word = character.where(given, word)
             self.put(numbers.given, given & new, at)
+            now.behind.copy_(given | (word == self.num_token_id))
         decision = head.decide(u_prime.numbers, now.memory, numbers.intervals.bar)
         y, which, number = decision.y, decision.written, (word == self.num_token_id) & new
         value = written_values(decision, self.target, numbers.intervals, self.digits, now.powers)

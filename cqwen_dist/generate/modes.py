@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.ops.cauchy import Cauchy, log_prob_above, prob_above
-from cqwen_dist.ops.ovr.best import RowSizes, all_scores, best_word, strongest
+from cqwen_dist.ops.ovr.best import RowSizes, Shut, all_scores, best_word, strongest
 
 ModeName = str | Mapping[str, str]  # as `mode_names` reads it
 
@@ -106,25 +106,31 @@ class Options:
     near: Tensor | None = None  # W_cls in bf16, for the shortlist of `best_word`
 
 
-def best(action: Any, u_prime: Cauchy, draws: Draws, options: Options, ids: Tensor) -> Tensor:
+def best(action: Any, u_prime: Cauchy, draws: Draws, options: Options, ids: Tensor, shut: Shut | None = None) -> Tensor:
     """argmax P [B], ties go to the larger loc_S; with rank_by "loc" argmax loc_S."""
     u, head = u_prime.to(action.cls_weight.dtype), action.word_head(options.used_rows)
     if options.rank_by == "ovr":
-        return best_word(u, head, options.sizes, options.near)
+        return best_word(u, head, options.sizes, options.near, shut)
     used = head.take(slice(0, head.rows))
-    return (all_scores(u, used)[1].loc if u.loc.is_cuda else used.loc(u)).argmax(1)  # on CUDA |W| is free
+    loc = all_scores(u, used)[1].loc if u.loc.is_cuda else used.loc(u)  # on CUDA |W| is free
+    return (loc if shut is None else shut.on(loc, -math.inf)).argmax(1)
 
 
-def softmax_sample(action: Any, u_prime: Cauchy, draws: Draws, options: Options, ids: Tensor) -> Tensor:
+def softmax_sample(
+    action: Any, u_prime: Cauchy, draws: Draws, options: Options, ids: Tensor, shut: Shut | None = None
+) -> Tensor:
     """A draw [B] from softmax(loc_S) after the processors; its argmax without do_sample."""
     loc = action.word_head().loc(u_prime.to(action.cls_weight.dtype))
+    loc = loc if shut is None else shut.on(loc, -math.inf)
     return _drawn(softmax_logits(loc, options.added_from), draws, options, ids)
 
 
-def ovr_sample(action: Any, u_prime: Cauchy, draws: Draws, options: Options, ids: Tensor) -> Tensor:
+def ovr_sample(
+    action: Any, u_prime: Cauchy, draws: Draws, options: Options, ids: Tensor, shut: Shut | None = None
+) -> Tensor:
     """A draw [B] among the words in use with probability P / sum P, after the processors of log P; the best word
     without do_sample, or if all P are 0."""
-    gap, scores = _used(action, u_prime, options.used_rows)
+    gap, scores = _used(action, u_prime, options.used_rows, shut)
     if options.processors is not None:  # they see log P of the whole vocabulary
         return _drawn(ovr_logits(gap, scores, action.vocab_size), draws, options, ids)
     if not options.do_sample:
@@ -170,16 +176,16 @@ def prob_words(action: Any, u_prime: Cauchy, used_rows: int, threshold: float | 
     return prob_above(scores.scale, gap if threshold is None else threshold - scores.loc)
 
 
-def _used(action: Any, u_prime: Cauchy, used_rows: int) -> tuple[Tensor, Cauchy]:
+def _used(action: Any, u_prime: Cauchy, used_rows: int, shut: Shut | None = None) -> tuple[Tensor, Cauchy]:
     head = action.word_head(used_rows)
-    return all_scores(u_prime.to(action.cls_weight.dtype), head.take(slice(0, head.rows)))
+    return all_scores(u_prime.to(action.cls_weight.dtype), head.take(slice(0, head.rows)), shut)
 
 
 @dataclass(frozen=True)
 class Mode:
     """A mode: the drawn part, the choice of a word, and the default ranking of `best`; numbers may have their own."""
 
-    choose: Callable[[Any, Cauchy, Draws, Options, Tensor], Tensor]
+    choose: Callable[..., Tensor]  # as `best`
     drawn: Literal["individual", "noise"] | None = None  # the drawn part; the other part stays a law. None: neither
     once: bool = False  # reuse the same quantiles in each step instead of drawing again
     noise: bool = True  # False: an individual without noise, the point u

@@ -51,12 +51,22 @@ def next_character(is_number: Tensor, values: Tensor, last: Tensor) -> Tensor:
     is_number [R,T] bool, values [R,T] float64: of the texts. last [R] or [1]: their last position; later ones are not
     read.
     """
+    numeral, so_far = _last_numeral(is_number, values, last)
+    found = numeral.gather(1, so_far.clamp(max=LONGEST_NUMERAL - 1).unsqueeze(1))[:, 0]
+    return found.masked_fill(so_far >= LONGEST_NUMERAL, -1)
+
+
+def ends_in_number(is_number: Tensor, values: Tensor, last: Tensor) -> Tensor:
+    """Whether the last token of each text [R] is a number or one of its characters. Arguments as `next_character`."""
+    numeral, so_far = _last_numeral(is_number, values, last)
+    return so_far <= (numeral >= 0).sum(1).clamp(min=1)
+
+
+def _last_numeral(is_number: Tensor, values: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """(characters [R,L] of each text's last number, how many tokens there are from it on [R]; many without one)."""
     places = torch.arange(values.shape[1], device=values.device)
-    at = places.where(is_number & (places <= last.unsqueeze(-1)), -1).amax(1)  # of the last number
-    numeral = characters(values.gather(1, at.clamp(min=0).unsqueeze(1))[:, 0])
-    behind = last - at + 1  # characters of it so far
-    found = numeral.gather(1, behind.clamp(max=LONGEST_NUMERAL - 1).unsqueeze(1))[:, 0]
-    return found.masked_fill((at < 0) | (behind >= LONGEST_NUMERAL), -1)
+    at = places.where(is_number & (places <= last.unsqueeze(-1)), -LONGEST_NUMERAL).amax(1)
+    return characters(values.gather(1, at.clamp(min=0).unsqueeze(1))[:, 0]), last - at + 1
 
 
 def only(scores: Tensor, tokens: Tensor) -> Tensor:

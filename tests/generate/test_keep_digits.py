@@ -24,6 +24,7 @@ from cqwen_dist.data.records import Text
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 from cqwen_dist.data.write_numbers import in_decimals
 from cqwen_dist.generate.generator import generate
+from cqwen_dist.generate.modes import MODES
 from cqwen_dist.generate.numbers import shown
 from cqwen_dist.generate.streaming import NumberStreamer
 from cqwen_dist.heads.expression import VALUE, at_beginning, read_tokens, symbol_table
@@ -127,6 +128,21 @@ def test_a_number_that_is_written_brings_its_digits() -> None:
         assert torch.equal(found, again)
     alone, _ = generate(lm.model, ids[:1, 3:], values[:1, 3:], max_new_tokens=40, digits=3)
     assert torch.equal(found[0, 8:], alone[0, 5:])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_digit_follows_a_number(mode: str) -> None:
+    """Digits are the likeliest words here, so without care one would follow: another number than is written."""
+    lm, (ids, values, mask) = model(), prompts()
+    lm.model.action.cls_bias.data[list(ROWS[:10])] += 1e4
+    options = {"attention_mask": mask, "max_new_tokens": 30, "digits": 3, "mode": mode, "seed": 0}
+    for more in ({}, {"use_cache": False}, {"cache_implementation": "static"}, {"do_sample": True}):
+        found, _ = generate(lm.model, ids, values, **options, **more)
+        assert set(found[0, 8:].tolist()) & set(ROWS[:10])
+        assert found[1, 8:10].tolist() == [ROWS[CHARACTERS.index(".")], ROWS[5]]
+        assert int(found[1, 10]) not in ROWS[:10]
+    end = torch.tensor([[3, NUM]]), torch.tensor([[0.0, 7.0]])
+    assert int(generate(lm.model, *end, max_new_tokens=1, mode=mode)[0][0, 2]) not in ROWS[:10]
 
 
 def test_the_base_reads_its_own_digits() -> None:

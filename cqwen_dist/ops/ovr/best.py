@@ -37,6 +37,7 @@ A_FEW = 4  # most tokens for which the bounds pay off on a CPU: each token adds 
 FEW = 16  # at most 1 / FEW of the words may be candidates; gathering more rows costs as much as reading all
 GROUP = 32  # consecutive words per group
 LISTED = 8  # groups in the shortlist
+NEVER = 1e30  # C - loc_S of a word that cannot be chosen
 SLACK = 1e-4  # relative slack of the bounds: more than the rounding of fp32 sums of a few thousand terms
 
 
@@ -45,6 +46,18 @@ class RowSizes(NamedTuple):
 
     l1: Tensor  # ||W_k||_1
     spread: Tensor  # || |W_k| - mean |W_k| ||_2
+
+
+class Shut(NamedTuple):
+    """Words that some texts cannot go on with."""
+
+    rows: Tensor  # [N] bool: these texts
+    words: Tensor  # [n] int64
+
+    def on(self, scores: Tensor, score: float) -> Tensor:
+        """scores [N,v] with `score` at these words of these texts, in place."""
+        part = scores.index_select(1, self.words).masked_fill_(self.rows.unsqueeze(1), score)
+        return scores.index_copy_(1, self.words, part)
 
 
 @torch.no_grad()
@@ -60,41 +73,49 @@ def row_sizes(weight: Tensor) -> RowSizes:
 
 
 @torch.no_grad()
-def best_word(u: Cauchy, head: WordHead, sizes: RowSizes | None, near: Tensor | None = None) -> Tensor:
+def best_word(
+    u: Cauchy, head: WordHead, sizes: RowSizes | None, near: Tensor | None = None, shut: Shut | None = None
+) -> Tensor:
     """argmax P [N] int64 over the words in use, with the tie rule of `seen.Seen`.
 
     u: U' [N, C]. head: the full vocabulary. sizes: `row_sizes` of its weight, for a few tokens on a CPU; None computes
     all scores in fixed shapes. near: the weight in bf16, for a shortlist. No scale_S may be 0 then, since infinite z
-    have no order.
+    have no order. shut: words that are not chosen.
     """
     if len(u.loc) > TOGETHER:
-        parts = zip(u.loc.split(TOGETHER), u.scale.split(TOGETHER), strict=True)
-        return torch.cat([best_word(Cauchy(*part), head, sizes, near) for part in parts])
+        found = []
+        for part in (slice(at, at + TOGETHER) for at in range(0, len(u.loc), TOGETHER)):
+            own = None if shut is None else Shut(shut.rows[part], shut.words)
+            found.append(best_word(Cauchy(u.loc[part], u.scale[part]), head, sizes, near, own))
+        return torch.cat(found)
     rows = head.rows
     used = head.take(slice(0, rows))
     if near is not None and rows > GROUP * LISTED:
-        return _shortlisted(u, used, near[:rows])
+        return _shortlisted(u, used, near[:rows], shut)
     if sizes is None:
-        return strongest(*all_scores(u, used))
+        return strongest(*all_scores(u, used, shut))
     loc = used.loc(u)
     gap = used.threshold.to(loc.dtype) - loc
+    gap = gap if shut is None else shut.on(gap, NEVER)
     words = _candidates(gap, u.scale.to(loc.dtype), RowSizes(*(t[:rows] for t in sizes)))
     if not 0 < words.numel() * FEW <= rows:  # no candidates at all: the scores are NaN
-        return strongest(*all_scores(u, used))
+        return strongest(*all_scores(u, used, shut))
     scale = product(u.scale.to(used.weight.dtype), used.weight[words].abs())
     return words[strongest(gap[:, words], Cauchy(loc[:, words], scale))]
 
 
-def all_scores(u: Cauchy, used: WordHead) -> tuple[Tensor, Cauchy]:
-    """(C - loc_S, S) [N, v] in one pass over the weight. All words of `used` must be in use."""
+def all_scores(u: Cauchy, used: WordHead, shut: Shut | None = None) -> tuple[Tensor, Cauchy]:
+    """(C - loc_S, S) [N, v] in one pass over the weight. All words of `used` must be in use. shut: words that are far
+    below C."""
     loc, scale = word_scores(u, used.weight)
     loc = loc if used.bias is None else loc + used.bias.to(loc.dtype)
-    return used.threshold.to(loc.dtype) - loc, Cauchy(loc, scale)
+    gap = used.threshold.to(loc.dtype) - loc
+    return gap if shut is None else shut.on(gap, NEVER), Cauchy(loc, scale)
 
 
-def _shortlisted(u: Cauchy, used: WordHead, near: Tensor) -> Tensor:
+def _shortlisted(u: Cauchy, used: WordHead, near: Tensor, shut: Shut | None) -> Tensor:
     """`best_word` from the bf16 weight and a few fp32 rows. All words of `used` must be in use."""
-    gap, scores = all_scores(u.to(near.dtype), used._replace(weight=near))
+    gap, scores = all_scores(u.to(near.dtype), used._replace(weight=near), shut)
     rows = gap.shape[1]
     # Maxima of groups: a topk over V / 32 values instead of V
     z = pad(strength(gap, scores.scale), (0, -rows % GROUP), value=-torch.inf).unflatten(1, (-1, GROUP))
@@ -105,6 +126,8 @@ def _shortlisted(u: Cauchy, used: WordHead, near: Tensor) -> Tensor:
     listed = z.gather(1, groups.expand_as(words)) >= first.values.amin(1)[:, None, None]
     words = words.where(listed, words[:, :1, :1]).flatten(1).clamp(max=rows - 1)
     law, gap = used.take(words).of_own(Cauchy(u.loc[:, None], u.scale[:, None]))
+    if shut is not None:
+        gap = gap.masked_fill(shut.rows[:, None] & torch.isin(words, shut.words), NEVER)
     ties = _of_best(strength(gap, law.scale), law.loc)
     return words.where(ties == ties.amax(1, keepdim=True), rows).amin(1)  # lowest id; topk leaves groups unordered
 

@@ -11,20 +11,22 @@ compiled once, and a CUDA graph reads g where the last step wrote it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from cqwen_dist.config.shape import DIGIT_COUNT
 from cqwen_dist.generate.modes import ovr_logits, softmax_logits
 from cqwen_dist.generate.numbers import POWERS, written_values
 from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.heads.number_head import Decision
-from cqwen_dist.heads.numerals import only
+from cqwen_dist.heads.numerals import ends_in_number, only
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr.best import all_scores
+from cqwen_dist.ops.ovr.best import Shut, all_scores
 from cqwen_dist.ops.ovr.scores import prob_of
 from cqwen_dist.tools.vllm.request_numbers import RequestState
 
@@ -82,7 +84,9 @@ class ServedRun(nn.Module):
         """Decide the number of each request, if one comes next -> its facts [R,F]; force the characters of numerals in
         logits [R,V]."""
         head, target, embedding = self.model.action.number_head, self.model.target, self.model.features.embedding
-        if embedding.digit_rows:  # inside a numeral only its next character may follow
+        if embedding.digit_rows:  # inside a numeral only its next character may follow, behind it no digit
+            behind, rows = ends_in_number(is_number, values, last), embedding.rows_on(last.device)[:DIGIT_COUNT]
+            Shut(behind, rows).on(logits, -math.inf)
             logits.copy_(only(logits, embedding.next_digits(is_number, values, last)))
         positions = torch.arange(values.shape[1], device=last.device).expand_as(values)
         at = torch.arange(len(last), device=last.device) * values.shape[1] + last
