@@ -2,10 +2,10 @@
 
 python -m experiments.read_back RUN --base bases/qwen2.5-0.5b --data test.jsonl
 
-With digits in view a base meets a number's characters one by one, and at each it says how likely the next one is. No
-run uses that. Here a number is spelt out of the candidates: each next character is that of the best candidate among
-those that begin with the characters so far. A candidate has the log odds of its P, and a share of the log likelihood of
-its characters. They are read without <NUM> and its value, which would tell them.
+With digits in view a base reads a number's characters one by one, and at each it says how likely the next one is. No
+run uses that. Here a number is spelt out of its candidates: the next character comes from the best candidate that
+begins with the characters so far. A candidate's score is the log odds of its P and a share of the log likelihood of its
+characters. They are read without <NUM> and its value, which would tell them.
 """
 
 from __future__ import annotations

@@ -218,9 +218,10 @@ class _Continuation:
             given = character >= 0
             word = character.where(given, word)
             self.put(numbers.given, given & new, at)
-            now.behind.copy_(given | (word == self.num_token_id))
         decision = head.decide(u_prime.numbers, now.memory, numbers.intervals.bar)
         y, which, number = decision.y, decision.written, (word == self.num_token_id) & new
+        if given is not None:
+            now.behind.copy_(given | number)
         value = written_values(decision, self.target, numbers.intervals, self.digits, now.powers)
         self.put(now.ids, word.masked_fill(now.done, self.pad_token_id), at)
         self.put(numbers.values, value.masked_fill_(~number, 0.0), at)

@@ -115,7 +115,7 @@ def number_metrics(
     eval/reg_mdae_80                  median error of the 80 % with the smallest scales; exact values are left out
     eval/exact                        fraction of numbers that are written exactly right, to 9 digits
     eval/candidates, _right           fraction that is an exact value of the head's, and the right ones among them
-    Exact values have the bar of `best_bar`; to measure, each half of the texts has that of the other. Recalibration
+    Exact values have the bar of `best_bar`; for these metrics each half of the texts uses the other's. Recalibration
     leaves them out: their errors are 0 or arbitrary. With a nonlinear transform there is only eval/crps_target, as the
     CRPS of a log-Cauchy is infinite.
     """
